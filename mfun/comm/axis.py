@@ -1,0 +1,37 @@
+"""`Axis`: what a collective takes. One axis of the mesh (or several, or part of one) as a rank sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+
+@attrs.frozen(eq=False)
+class Axis:
+    """A communication axis from the point of view of one rank.
+
+    Args:
+        name: for messages, as `tp` or `dp_cp`.
+        size: number of ranks on it.
+        index: this rank's position on it; a 0-dim int64 tensor. Inside `simulate` it is batched
+            over all ranks, and that vmap level *is* the ranks.
+        group: the process group, where ranks are processes; None for size 1 and in `simulate`.
+        partition: in `simulate`, the groups of this axis as positions on the rank dim.
+        ranks: global ranks of this group in order, where ranks are processes.
+        check: in `simulate`, assert that values declared equal over the axis are equal.
+    """
+
+    name: str
+    size: int
+    index: Tensor
+    group: Any = None
+    partition: tuple[tuple[int, ...], ...] | None = None
+    ranks: tuple[int, ...] = ()
+    check: bool = False
+
+    @property
+    def position(self) -> int:
+        """`index` as a Python integer; only where ranks are processes."""
+        return int(self.index)

@@ -1,0 +1,146 @@
+"""`Groups`: every communication axis a function may use, passed to it explicitly. Nothing is global."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from mfun.comm.axis import Axis
+from mfun.mesh import FAMILIES, AxisLike, Mesh
+
+GroupKey = tuple[frozenset[AxisLike], tuple[int, ...] | None]
+
+
+def group_key(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None = None) -> GroupKey:
+    """What identifies a group: its axes in any order, and the pipeline stages it joins."""
+    return frozenset(axes), stages
+
+
+def group_name(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None = None) -> str:
+    """A readable name, as `dp_cp` or `dp@stages(0, 3)`."""
+    name = "_".join(a if isinstance(a, str) else f"{a.axis}/{a.part}{a.parts}" for a in axes)
+    return f"{name or 'self'}@stages{stages}" if stages is not None else name or "self"
+
+
+class Groups:
+    """The axes of one rank: `groups.tp`, `groups["dp_cp"]`, `groups.over("tp", "dp")`.
+
+    Args:
+        mesh: the mesh.
+        rank: this rank's number; a batched 0-dim tensor inside `simulate`.
+        make: builds the axis of a group key, or raises KeyError.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int | Tensor,
+        make: Callable[[tuple[AxisLike, ...], tuple[int, ...] | None], Axis],
+    ) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self._make = make
+        self._axes: dict[GroupKey, Axis] = {}
+
+    def over(self, *axes: AxisLike, stages: tuple[int, ...] | None = None) -> Axis:
+        """The axis joining the ranks that differ only in `axes` (and are on `stages`).
+
+        Raises:
+            KeyError: the group was not made; the message names it and says how.
+        """
+        key = group_key(axes, stages)
+        if key not in self._axes:
+            self._axes[key] = self._make(axes, stages)
+        return self._axes[key]
+
+    def __getitem__(self, family: str) -> Axis:
+        if family not in FAMILIES:
+            raise KeyError(f"no group {family!r}; there are {sorted(FAMILIES)}")
+        return self.over(*FAMILIES[family])
+
+    @property
+    def tp(self) -> Axis:
+        """Tensor-parallel axis."""
+        return self.over("tp")
+
+    @property
+    def dp(self) -> Axis:
+        """Data-parallel axis."""
+        return self.over("dp")
+
+    @property
+    def cp(self) -> Axis:
+        """Context-parallel axis."""
+        return self.over("cp")
+
+    @property
+    def pp(self) -> Axis:
+        """Pipeline axis; only where ranks are processes."""
+        return self.over("pp")
+
+
+@functools.lru_cache(maxsize=1024)
+def _positions(partition: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Position within its group of every rank."""
+    table = torch.empty(sum(len(g) for g in partition), dtype=torch.int64)
+    for group in partition:
+        table[list(group)] = torch.arange(len(group))
+    return table
+
+
+def simulated_groups(mesh: Mesh, rank: Tensor, *, check: bool) -> Groups:
+    """Groups of one stage's ranks inside a vmap over them; `rank` is the batched stage position."""
+
+    def make(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> Axis:
+        if "pp" in axes or stages is not None:
+            raise KeyError(
+                "the pipeline axis is not simulated by vmap; stages run in the mailbox "
+                "(mfun.pipeline.mailbox), and cross-stage sums go through its World"
+            )
+        partition = mesh.stage_groups(*axes)
+        index = _positions(partition).to(rank.device)[rank]
+        return Axis(
+            name=group_name(axes),
+            size=len(partition[0]),
+            index=index,
+            partition=partition,
+            check=check,
+        )
+
+    return Groups(mesh, rank, make)
+
+
+def single_groups() -> Groups:
+    """Groups of one device alone: every axis has size 1."""
+    mesh = Mesh()
+    return process_groups(mesh, 0, {})
+
+
+def process_groups(mesh: Mesh, rank: int, made: Mapping[GroupKey, object]) -> Groups:
+    """Groups of a process, from the torch process groups made by `distribute`."""
+
+    def make(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> Axis:
+        name = group_name(axes, stages)
+        ranks = mesh.group_of(rank, *axes, stages=stages)
+        if len(ranks) > 1 and group_key(axes, stages) not in made:
+            raise KeyError(
+                f"group {name!r} was not made; add it to the `extra` argument of `distribute` on "
+                f"every rank (made: {sorted(map(str, _names(made)))})"
+            )
+        return Axis(
+            name=name,
+            size=len(ranks),
+            index=torch.tensor(ranks.index(rank)),
+            group=made.get(group_key(axes, stages)) if len(ranks) > 1 else None,
+            ranks=ranks,
+        )
+
+    return Groups(mesh, rank, make)
+
+
+def _names(made: Mapping[GroupKey, object]) -> Iterator[str]:
+    for axes, stages in made:
+        yield group_name(tuple(sorted(axes, key=str)), stages)

@@ -1,0 +1,227 @@
+"""Trees of parameters: nested dicts whose leaves have dotted key paths.
+
+A tree is a nested `dict` with string keys; tuples, lists and NamedTuples are allowed inside and
+use their position or field name as key. `"blocks.3.attn.qkv"` is a *path*. Order is the order of
+insertion, and a tree that is walked together with another is matched by key, never by position.
+Every error names the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Tree = Any
+
+
+def _children(node: Tree) -> Iterator[tuple[str, Tree]] | None:
+    """Key and child of each entry of an inner node, or None for a leaf."""
+    if isinstance(node, Mapping):
+        return iter(node.items())
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return iter(zip(node._fields, node, strict=True))  # type: ignore[attr-defined]
+    if isinstance(node, tuple | list):
+        return ((str(i), child) for i, child in enumerate(node))
+    return None
+
+
+def _rebuild(node: Tree, children: list[Tree]) -> Tree:
+    """A node of the same kind and keys as `node` with other children."""
+    if isinstance(node, Mapping):
+        return dict(zip(node, children, strict=True))
+    if hasattr(node, "_fields"):
+        return type(node)(*children)
+    return type(node)(children)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
+    """Leaves by dotted path, in order.
+
+    Example:
+        >>> flatten({"a": {"w": 1, "b": 2}, "c": (3, 4)})
+        {'a.w': 1, 'a.b': 2, 'c.0': 3, 'c.1': 4}
+    """
+    children = _children(tree)
+    if children is None:
+        return {path: tree}
+    out: dict[str, Any] = {}
+    for key, child in children:
+        out.update(flatten(child, _join(path, key)))
+    return out
+
+
+def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dict from leaves by dotted path; the inverse of `flatten` for trees of dicts.
+
+    Raises:
+        ValueError: a path is both a leaf and a prefix of another path.
+
+    Example:
+        >>> unflatten({"a.w": 1, "a.b": 2, "c": 3})
+        {'a': {'w': 1, 'b': 2}, 'c': 3}
+    """
+    out: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split(".")
+        node = out
+        for key in parents:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"unflatten: {path!r} goes through a leaf at {key!r}")
+        if last in node:
+            raise ValueError(f"unflatten: {path!r} is given twice, or is both leaf and branch")
+        node[last] = leaf
+    return out
+
+
+def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, path: str = "") -> Tree:
+    """Apply `fn(path, leaf, *leaves of rest)` to every leaf; `rest` is matched by key.
+
+    Raises:
+        ValueError: a tree of `rest` lacks a key, has one too many, or has a leaf elsewhere.
+
+    Example:
+        >>> map_with_path(lambda p, a, b: f"{p}={a + b}", {"x": {"w": 1}}, {"x": {"w": 2}})
+        {'x': {'w': 'x.w=3'}}
+    """
+    children = _children(tree)
+    if children is None:
+        for other in rest:
+            if _children(other) is not None:
+                raise ValueError(f"tree mismatch at {path or 'the root'}: a leaf against a branch")
+        return fn(path, tree, *rest)
+    pairs = list(children)
+    others = [_matched(pairs, other, path) for other in rest]
+    done = [
+        map_with_path(fn, child, *(other[key] for other in others), path=_join(path, key))
+        for key, child in pairs
+    ]
+    return _rebuild(tree, done)
+
+
+def _matched(pairs: list[tuple[str, Tree]], other: Tree, path: str) -> dict[str, Tree]:
+    children = _children(other)
+    if children is None:
+        raise ValueError(f"tree mismatch at {path or 'the root'}: a branch against a leaf")
+    found = dict(children)
+    want = {key for key, _ in pairs}
+    if want != set(found):
+        missing = sorted(_join(path, k) for k in want - set(found))
+        extra = sorted(_join(path, k) for k in set(found) - want)
+        raise ValueError(f"tree mismatch: missing {missing}, unexpected {extra}")
+    return found
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `fn(leaf, *leaves of rest)` to every leaf, keeping the structure.
+
+    Example:
+        >>> map(lambda a, b: a * b, {"w": 2, "b": (3, 4)}, {"w": 5, "b": (6, 7)})
+        {'w': 10, 'b': (18, 28)}
+    """
+    return map_with_path(lambda _path, *leaves: fn(*leaves), tree, *rest)
+
+
+def merge(*trees: Tree) -> dict[str, Any]:
+    """Union of nested dicts; a leaf may stand in several of them if it is the same object or equal.
+
+    This is how a pipeline stage's tree is made of its layers' trees: a tied tensor, named by two
+    layers, is one leaf.
+
+    Raises:
+        ValueError: two trees hold different leaves at one path.
+
+    Example:
+        >>> merge({"a": {"w": 1}}, {"a": {"b": 2}}, {"a": {"w": 1}})
+        {'a': {'w': 1, 'b': 2}}
+    """
+    leaves: dict[str, Any] = {}
+    for tree in trees:
+        for path, leaf in flatten(tree).items():
+            if path in leaves and leaves[path] is not leaf and leaves[path] != leaf:
+                raise ValueError(f"merge: two different leaves at {path!r}")
+            leaves[path] = leaf
+    return unflatten(leaves)
+
+
+def get(tree: Tree, path: str) -> Tree:
+    """The sub-tree or leaf at a dotted path.
+
+    Raises:
+        KeyError: nothing is there; the message names the first missing key and what stands beside.
+
+    Example:
+        >>> get({"a": {"w": 1}}, "a.w")
+        1
+    """
+    node, walked = tree, ""
+    for key in path.split(".") if path else []:
+        children = _children(node)
+        found = dict(children) if children is not None else {}
+        if key not in found:
+            raise KeyError(f"no {key!r} at {walked or 'the root'}; there are {sorted(found)}")
+        node, walked = found[key], _join(walked, key)
+    return node
+
+
+def put(tree: Tree, path: str, value: Tree) -> Tree:
+    """A new tree with `value` at an existing path; everything else is shared, nothing is changed.
+
+    Raises:
+        KeyError: the path is not in the tree.
+
+    Example:
+        >>> put({"a": {"w": 1}, "b": 2}, "a.w", 7)
+        {'a': {'w': 7}, 'b': 2}
+    """
+    if not path:
+        return value
+    get(tree, path)
+    key, _, rest = path.partition(".")
+    pairs = list(_children(tree) or ())
+    return _rebuild(tree, [put(child, rest, value) if k == key else child for k, child in pairs])
+
+
+def select(tree: Tree, like: Tree) -> Tree:
+    """The part of `tree` that has the paths of `like`, matched by key.
+
+    Raises:
+        KeyError: a path of `like` is not in `tree`.
+
+    Example:
+        >>> select({"a": {"w": 1, "b": 2}, "c": 3}, {"a": {"w": None}})
+        {'a': {'w': 1}}
+    """
+    return unflatten({path: get(tree, path) for path in flatten(like)})
+
+
+_SHORT = {"float": "f", "int": "i", "uint": "u", "bfloat": "bf", "complex": "c", "bool": "bool"}
+
+
+def _describe(leaf: Any) -> str:
+    """`f32[3,4]` for a tensor, repr otherwise: shapes and types, never numbers."""
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+        return repr(leaf)
+    name = str(leaf.dtype).removeprefix("torch.")
+    kind = name.rstrip("0123456789")
+    return f"{_SHORT.get(kind, kind)}{name[len(kind) :]}[{','.join(str(n) for n in leaf.shape)}]"
+
+
+def show(tree: Tree, specs: Tree | None = None) -> str:
+    """One line a leaf: path, dtype and shape, and its spec if given. Paths can be pasted in `get`.
+
+    Example:
+        >>> import torch
+        >>> print(show({"a": {"w": torch.zeros(3, 4), "b": torch.zeros(3)}}))
+        a.w  f32[3,4]
+        a.b  f32[3]
+    """
+    leaves = flatten(tree)
+    notes = flatten(specs) if specs is not None else {}
+    width = max((len(p) for p in leaves), default=0)
+    rows = (f"{p:<{width}}  {_describe(x)}  {notes.get(p, '')}".rstrip() for p, x in leaves.items())
+    return "\n".join(rows)
