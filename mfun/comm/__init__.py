@@ -18,18 +18,25 @@ from mfun.comm.collectives import (
     unsplit,
 )
 from mfun.comm.groups import Groups, single_groups
+from mfun.comm.process import ProcessWorld, distribute
 from mfun.comm.simulate import map_ranks, simulate
+from mfun.comm.world import Waits, World, finish
 
 __all__ = [
     "DUALS",
     "Axis",
     "Groups",
+    "ProcessWorld",
     "Rule",
+    "Waits",
+    "World",
     "all_reduce",
     "all_to_all",
     "broadcast",
     "collect",
     "copy",
+    "distribute",
+    "finish",
     "gather",
     "map_ranks",
     "max",

@@ -1,0 +1,87 @@
+"""Collectives that run while something else is computed: first order only, on process groups.
+
+The autograd Functions of `collectives` stay the definition; a layer's backward uses these where no
+further derivative is asked for, and a test holds both equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mfun.comm.axis import Axis
+
+
+class Pending(NamedTuple):
+    """A value on its way: `wait()` gives it."""
+
+    work: Any
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        """The result; blocks until it is there."""
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
+
+
+def can_overlap(x: Tensor, axis: Axis) -> bool:
+    """Whether `start_*` may be used: real processes, and no derivative being recorded."""
+    return axis.group is not None and not torch.is_grad_enabled() and type(x) is Tensor
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+    """Start summing x over the axis; x must not be touched again by the caller.
+
+    Args:
+        x: a summand, P over `axis`.
+        axis: a process axis.
+
+    Returns:
+        The pending sum.
+    """
+    x = x.contiguous()
+    return Pending(dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
+    """Start summing x over the axis, each rank keeping its piece along `dim`.
+
+    Args:
+        x: a whole-sized summand, P over `axis`.
+        axis: a process axis.
+        dim: tensor dim to cut.
+
+    Returns:
+        The pending piece, V over `axis`.
+    """
+    cut = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0).contiguous()
+    if x.device.type == "cpu":
+        parts = torch.empty_like(cut)
+        work = dist.all_to_all_single(parts, cut, group=axis.group, async_op=True)
+        return Pending(work, lambda: parts.sum(0))
+    out = cut.new_empty(cut.shape[1:])
+    work = dist.reduce_scatter_single(out, cut.flatten(0, 1), group=axis.group, async_op=True)
+    return Pending(work, lambda: out)
+
+
+def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
+    """Start concatenating the ranks' pieces along `dim`.
+
+    Args:
+        x: rank-local piece, V over `axis`.
+        axis: a process axis.
+        dim: tensor dim the pieces are cut along.
+
+    Returns:
+        The pending whole.
+    """
+    parts = x.new_empty(axis.size, *x.shape)
+    work = dist.all_gather_single(
+        parts.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True
+    )
+    return Pending(work, lambda: parts.movedim(0, dim).flatten(dim, dim + 1))

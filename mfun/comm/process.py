@@ -1,0 +1,149 @@
+"""Ranks as processes: the process groups of a mesh, made once in one order, and their `World`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mfun.comm.groups import GroupKey, Groups, group_key, process_groups
+from mfun.comm.p2p import Transport
+from mfun.comm.world import Message, Waits
+from mfun.mesh import AxisLike, Mesh
+from mfun.schedule import Recv, Send
+
+STANDARD: tuple[tuple[str, ...], ...] = (
+    ("tp",),
+    ("cp",),
+    ("dp",),
+    ("pp",),
+    ("dp", "cp"),
+    ("tp", "pp"),
+    ("tp", "cp"),
+    ("tp", "dp", "cp"),
+    ("tp", "cp", "dp", "pp"),
+)
+Extra = Sequence[tuple[tuple[AxisLike, ...], tuple[int, ...] | None]]
+
+
+def make_groups(
+    mesh: Mesh, extra: Extra = (), new_group: Callable[[list[int]], Any] = dist.new_group
+) -> dict[GroupKey, dict[int, Any]]:
+    """Call `new_group` for every group of every family, in the same order on every rank.
+
+    Groups of one rank are not made, and groups with the same ranks are made once.
+
+    Args:
+        mesh: the mesh.
+        extra: further (axes, stages) that a reduction table needs, the same on all ranks.
+        new_group: makes a group from its global ranks; a recording double in tests.
+
+    Returns:
+        For each key, the group of every rank that is in one.
+    """
+    by_ranks: dict[tuple[int, ...], Any] = {}
+    made: dict[GroupKey, dict[int, Any]] = {}
+    for axes, stages in [*((axes, None) for axes in STANDARD), *extra]:
+        members: dict[int, Any] = {}
+        for ranks in mesh.groups(*axes, stages=stages):
+            if len(ranks) == 1:
+                continue
+            if ranks not in by_ranks:
+                by_ranks[ranks] = new_group(list(ranks))
+            members.update(dict.fromkeys(ranks, by_ranks[ranks]))
+        made[group_key(axes, stages)] = members
+    return made
+
+
+def distribute(mesh: Mesh, extra: Extra = ()) -> Groups:
+    """The groups of this process; torch.distributed must be initialised (torchrun, or mfun's launcher).
+
+    Args:
+        mesh: the mesh; its world must be the number of processes.
+        extra: further (axes, stages) that will be asked for, the same on all ranks.
+
+    Returns:
+        This rank's `Groups`.
+
+    Raises:
+        ValueError: the world has another size than the mesh.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != mesh.world:
+        raise ValueError(
+            f"the mesh has {mesh.world} ranks (tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp "
+            f"{mesh.pp}) but {world} processes were started; change the mesh or --nproc-per-node"
+        )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    made = make_groups(mesh, extra) if world > 1 else {}
+    mine = {key: members[rank] for key, members in made.items() if rank in members}
+    return process_groups(mesh, rank, mine)
+
+
+class ProcessWorld:
+    """The `World` of one process: local tensors, process groups, point-to-point messages.
+
+    Args:
+        groups: from `distribute`.
+        device: where this rank computes.
+    """
+
+    lead: tuple[int, ...] = ()
+
+    def __init__(self, groups: Groups, device: torch.device | str = "cpu") -> None:
+        self.groups = groups
+        self.mesh = groups.mesh
+        self.rank = int(groups.rank)
+        self.coords = self.mesh.coords(self.rank)
+        self.stage = self.coords["pp"]
+        self.device = torch.device(device)
+        pipeline = groups.pp
+        self._transport = Transport(pipeline.group, pipeline.ranks, self.device)
+
+    def lift(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the function this rank's groups."""
+
+        def lifted(*trees: Any) -> Any:
+            return fn(self.groups, *trees)
+
+        return lifted
+
+    def per_rank(self, value: Callable[[Mapping[str, int]], float]) -> Tensor:
+        """This rank's number, a 0-dim float64 tensor."""
+        return torch.tensor(float(value(self.coords)), dtype=torch.float64, device=self.device)
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        axes: Sequence[AxisLike],
+        stages: Sequence[int] | None = None,
+        op: Literal["sum", "max"] = "sum",
+    ) -> Waits[Tensor]:
+        """One all-reduce over the joint group, in place."""
+        axis = self.groups.over(*axes, stages=tuple(stages) if stages is not None else None)
+        if axis.size > 1:
+            assert x.is_contiguous(), "all_reduce in place needs a contiguous buffer"
+            kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+            dist.all_reduce(x, op=kind, group=axis.group)
+        return x
+        yield ""  # a generator that never waits
+
+    def post(
+        self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
+    ) -> None:
+        """Start a batch of isend and irecv together."""
+        self._transport.post(batch, outgoing, sizes)
+
+    def take(self, op: Recv) -> Waits[Message]:
+        """Wait for a posted receive."""
+        return self._transport.take(op)
+        yield ""
+
+    def drain(self) -> Waits[None]:
+        """Wait for all sends; their buffers may be freed after."""
+        self._transport.drain()
+        return
+        yield ""
