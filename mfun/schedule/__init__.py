@@ -1,0 +1,43 @@
+"""Pipeline schedules as data: a generator of ops, and everything that reads it. No torch.
+
+`plan` gives the streams that the executor runs, `check` refuses wrong ones, `timeline` draws them.
+"""
+
+from mfun.schedule.check import check, plan
+from mfun.schedule.generators import SCHEDULES, Schedule, forward_only, gpipe, none, one_f_one_b
+from mfun.schedule.ops import B, Compute, F, Message, Op, Recv, ScheduleError, Send, Tag
+from mfun.schedule.rendezvous import rendezvous
+from mfun.schedule.streams import Placement, batches, gives, needs, with_p2p
+from mfun.schedule.timeline import Costs, Event, bubble, events, makespan, timeline
+
+__all__ = [
+    "SCHEDULES",
+    "B",
+    "Compute",
+    "Costs",
+    "Event",
+    "F",
+    "Message",
+    "Op",
+    "Placement",
+    "Recv",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "Tag",
+    "batches",
+    "bubble",
+    "check",
+    "events",
+    "forward_only",
+    "gives",
+    "gpipe",
+    "makespan",
+    "needs",
+    "none",
+    "one_f_one_b",
+    "plan",
+    "rendezvous",
+    "timeline",
+    "with_p2p",
+]
