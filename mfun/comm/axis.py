@@ -8,6 +8,17 @@ import attrs
 from torch import Tensor
 
 
+@attrs.define(eq=False)
+class Scope:
+    """Whether the `simulate` call that made an axis still runs.
+
+    A vmap level is known by its depth only: without this mark, an axis kept from a finished run
+    would take the samples of a later vmap for its ranks.
+    """
+
+    open: bool = True
+
+
 @attrs.frozen(eq=False)
 class Axis:
     """A communication axis from the point of view of one rank.
@@ -21,6 +32,7 @@ class Axis:
         partition: in `simulate`, the groups of this axis as positions on the rank dim.
         ranks: global ranks of this group in order, where ranks are processes.
         check: in `simulate`, assert that values declared equal over the axis are equal.
+        scope: in `simulate`, the run that this axis belongs to.
     """
 
     name: str
@@ -30,6 +42,7 @@ class Axis:
     partition: tuple[tuple[int, ...], ...] | None = None
     ranks: tuple[int, ...] = ()
     check: bool = False
+    scope: Scope | None = None
 
     @property
     def position(self) -> int:

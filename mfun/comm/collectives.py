@@ -66,6 +66,17 @@ def _shift_batch(x: Tensor, batch_dim: int | None) -> Tensor:
     return x if batch_dim is None else x.movedim(batch_dim, 0)
 
 
+def _rank_stacked(x: Tensor, x_dim: int | None, ranks: int, axis: Axis, name: str) -> Tensor:
+    """`x` with the ranks in front; a value that no rank-dependent operand touched is each rank's."""
+    if axis.scope is not None and not axis.scope.open:
+        raise RuntimeError(
+            f"`{name}` over axis {axis.name!r} (size {axis.size}): this axis was made by a "
+            "`simulate` run that has ended; take it from the `groups` argument of the running "
+            "function"
+        )
+    return x.expand(ranks, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+
+
 class Collective(torch.autograd.Function):
     """A collective on one rank's tensor; `axis.index` decides at which vmap level ranks live."""
 
@@ -109,9 +120,7 @@ class Collective(torch.autograd.Function):
         x_dim, index_dim = in_dims[:2]
         if index_dim is None:
             return Collective.apply(_shift_batch(x, x_dim), index, axis, name, params), 0
-        if x_dim is None:
-            x, x_dim = x.expand(info.batch_size, *x.shape), 0
-        x = x.movedim(x_dim, 0)
+        x = _rank_stacked(x, x_dim, info.batch_size, axis, name)
         return Ranked.apply(x, axis, name, params, -x.ndim), 0
 
 
@@ -186,9 +195,7 @@ class Max(torch.autograd.Function):
         x_dim, index_dim = in_dims[:2]
         if index_dim is None:
             return Max.apply(_shift_batch(x, x_dim), index, axis), 0
-        if x_dim is None:
-            x, x_dim = x.expand(info.batch_size, *x.shape), 0
-        x = x.movedim(x_dim, 0)
+        x = _rank_stacked(x, x_dim, info.batch_size, axis, "max")
         return kernels.on_ranks("max", x.detach(), axis, (), -x.ndim), 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from mfun.comm.axis import Axis
+from mfun.comm.axis import Axis, Scope
 from mfun.mesh import FAMILIES, AxisLike, Mesh
 
 GroupKey = tuple[frozenset[AxisLike], tuple[int, ...] | None]
@@ -47,6 +47,9 @@ class Groups:
 
     def over(self, *axes: AxisLike, stages: tuple[int, ...] | None = None) -> Axis:
         """The axis joining the ranks that differ only in `axes` (and are on `stages`).
+
+        Positions on it follow the mesh's order, in whatever order the axes are named: in the usual
+        one, `over("dp", "cp")` numbers its ranks as the dim entry `P(("dp", "cp"))` does.
 
         Raises:
             KeyError: the group was not made; the message names it and says how.
@@ -91,8 +94,15 @@ def _positions(partition: tuple[tuple[int, ...], ...]) -> Tensor:
     return table
 
 
-def simulated_groups(mesh: Mesh, rank: Tensor, *, check: bool) -> Groups:
-    """Groups of one stage's ranks inside a vmap over them; `rank` is the batched stage position."""
+def simulated_groups(mesh: Mesh, rank: Tensor, scope: Scope, *, check: bool) -> Groups:
+    """Groups of one stage's ranks inside a vmap over them.
+
+    Args:
+        mesh: the mesh.
+        rank: the batched stage position.
+        scope: closed when the vmap ends.
+        check: assert declared types.
+    """
 
     def make(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> Axis:
         if "pp" in axes or stages is not None:
@@ -108,6 +118,7 @@ def simulated_groups(mesh: Mesh, rank: Tensor, *, check: bool) -> Groups:
             index=index,
             partition=partition,
             check=check,
+            scope=scope,
         )
 
     return Groups(mesh, rank, make)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mfun import tree
 from mfun.comm.groups import GroupKey, Groups, group_key, process_groups
 from mfun.comm.p2p import Transport
 from mfun.comm.world import Message, Waits
@@ -111,9 +112,9 @@ class ProcessWorld:
 
         return lifted
 
-    def per_rank(self, value: Callable[[Mapping[str, int]], float]) -> Tensor:
-        """This rank's number, a 0-dim float64 tensor."""
-        return torch.tensor(float(value(self.coords)), dtype=torch.float64, device=self.device)
+    def build(self, make: Callable[[Mapping[str, int]], Any]) -> Any:
+        """This rank's tree, on its device."""
+        return tree.map(lambda x: x.to(self.device), make(self.coords))
 
     def all_reduce(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mfun import tree
+from mfun.comm.axis import Scope
 from mfun.comm.door import enter, leave
 from mfun.comm.groups import Groups, simulated_groups
 from mfun.mesh import Mesh
@@ -36,10 +37,15 @@ def map_ranks(fn: Callable[..., Any], mesh: Mesh, *, check: bool = False) -> Cal
     def run(*stacked: Any) -> Any:
         ranks = torch.arange(mesh.stage_size)
 
-        def one(rank: torch.Tensor, *local: Any) -> Any:
-            return fn(simulated_groups(mesh, rank, check=check), *local)
+        scope = Scope()
 
-        return torch.func.vmap(one, in_dims=0)(ranks, *stacked)
+        def one(rank: torch.Tensor, *local: Any) -> Any:
+            return fn(simulated_groups(mesh, rank, scope, check=check), *local)
+
+        try:
+            return torch.func.vmap(one, in_dims=0)(ranks, *stacked)
+        finally:
+            scope.open = False
 
     return run
 

@@ -34,8 +34,8 @@ class World(Protocol):
         """`fn(groups, *local_trees)` as a function of trees whose tensors have the `lead` dims."""
         ...
 
-    def per_rank(self, value: Callable[[Mapping[str, int]], float]) -> Tensor:
-        """A float64 number per rank of this stage, from its coordinates; shape `lead`."""
+    def build(self, make: Callable[[Mapping[str, int]], Any]) -> Any:
+        """A tree of tensors made per rank from its coordinates, with the `lead` dims in front."""
         ...
 
     def all_reduce(

@@ -1,0 +1,120 @@
+"""Flat gradient buffers: one per bucket, with a view for every leaf.
+
+Backward adds into the views; `finalize` reduces whole buffers. Leaves share a bucket when they
+share dtype and reduction groups, so a buffer is one collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mfun import flat, tree
+from mfun.grads.table import Reduction
+from mfun.mesh import Mesh
+from mfun.spec import ParamSpec, local_shape
+
+
+class GradBuffers:
+    """The gradients of one stage's parameters.
+
+    Args:
+        specs: the stage's tree of `ParamSpec`.
+        table: reductions by path.
+        mesh: the mesh.
+        dtype: of the gradients.
+        lead: dims in front of every tensor (`World.lead`).
+        device: where.
+        bucket_size: elements after which a bucket is closed; None for one bucket per group.
+    """
+
+    def __init__(
+        self,
+        specs: Any,
+        table: Mapping[str, Reduction],
+        mesh: Mesh,
+        dtype: torch.dtype,
+        lead: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+        bucket_size: int | None = None,
+    ) -> None:
+        leaves: dict[str, ParamSpec] = tree.flatten(specs)
+        self.table = {path: table[path] for path in leaves}
+        self.buckets = flat.plan_buckets(
+            [
+                (
+                    path,
+                    local_shape(spec, mesh),
+                    (str(dtype), *table[path].group),
+                    _tied(table[path]),
+                )
+                for path, spec in leaves.items()
+            ],
+            bucket_size=bucket_size,
+        )
+        self.buffers = [
+            torch.zeros(*lead, bucket.size, dtype=dtype, device=device) for bucket in self.buckets
+        ]
+        found = {
+            span.path: buffer[..., span.start : span.stop].unflatten(-1, span.shape or (1,))
+            for bucket, buffer in zip(self.buckets, self.buffers, strict=True)
+            for span in bucket.spans
+        }
+        self.views: dict[str, Tensor] = {
+            path: found[path] if leaves[path].shape else found[path].squeeze(-1) for path in leaves
+        }
+        self._fresh: set[str] = set()
+        self.start()
+
+    def start(self) -> None:
+        """Begin a window: every leaf's next gradient replaces what is there."""
+        self._fresh = set(self.views)
+
+    def add(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Add a layer's gradients, by path; None means none.
+
+        Raises:
+            KeyError: a path that this stage does not hold.
+        """
+        for path, grad in grads.items():
+            if grad is None:
+                continue
+            view = self.views[path]
+            if path in self._fresh:
+                view.copy_(grad)
+                self._fresh.discard(path)
+            else:
+                view.add_(grad)
+
+    def close(self) -> None:
+        """End the window: leaves that got no gradient are zero, never stale."""
+        for path in self._fresh:
+            self.views[path].zero_()
+        self._fresh = set()
+
+    def order(self) -> list[int]:
+        """Buckets in the order in which every member of every group reduces them.
+
+        Buckets of one stage first, then those that join stages, by group and name: stages that
+        declare tied leaves in another order still meet in the same one.
+        """
+
+        def rank(i: int) -> tuple[Any, ...]:
+            path = min(span.path for span in self.buckets[i].spans)
+            joined = self.table[path].joined
+            return (joined is not None, joined or (), path if joined else "", i)
+
+        return sorted(range(len(self.buckets)), key=rank)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all leaves of one rank, without padding."""
+        return sum(math.prod(span.shape) for bucket in self.buckets for span in bucket.spans)
+
+
+def _tied(reduction: Reduction) -> bool:
+    return reduction.joined is not None

@@ -1,0 +1,114 @@
+"""`finalize`: from each rank's summands to whole gradients, equal wherever a parameter is replicated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mfun import tree
+from mfun.comm import all_reduce
+from mfun.comm.groups import Groups
+from mfun.comm.world import Waits, World
+from mfun.grads.buffers import GradBuffers
+from mfun.grads.table import Reduction
+from mfun.mesh import AxisLike, Mesh
+from mfun.spec import axis_index
+
+
+def finalize(grads: Any, groups: Groups, table: Mapping[str, Reduction]) -> Any:
+    """Make a tree of rank-local gradients whole: weight, then sum over each leaf's group.
+
+    g = sum over the group of weight * g_rank.
+
+    For research code under `simulate` or `distribute`, without a pipeline; differentiable. The
+    training step uses `finalize_steps`, the same table on flat buffers.
+
+    Args:
+        grads: tree of gradients, rank-local shapes, P over the data axes and as declared over tp.
+        groups: this rank's groups.
+        table: from `reductions`.
+
+    Returns:
+        The tree of whole gradients, equal over every axis a leaf is replicated on.
+
+    Raises:
+        ValueError: a leaf is tied over stages, which needs the step's World.
+    """
+
+    def one(path: str, grad: Tensor) -> Tensor:
+        row = table[path]
+        if row.joined is not None:
+            raise ValueError(
+                f"{path} is tied over stages {row.stages}; use finalize_steps with a World"
+            )
+        if row.weight != 1.0:
+            grad = grad * row.weight
+        return all_reduce(grad, groups.over(*row.axes)) if row.axes else grad
+
+    return tree.map_with_path(one, grads)
+
+
+def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
+    """Make the gradients in flat buffers whole, in place: weights, then one all-reduce a bucket.
+
+    Args:
+        world: of this rank.
+        grads: the closed buffers of this stage.
+    """
+    grads.close()
+    for path, view in grads.views.items():
+        weight = grads.table[path].weight
+        if weight != 1.0:
+            view.mul_(weight)
+    for i in grads.order():
+        row = grads.table[grads.buckets[i].spans[0].path]
+        if row.axes or row.joined:
+            whole = yield from world.all_reduce(grads.buffers[i], row.axes, row.joined)
+            if whole is not grads.buffers[i]:
+                grads.buffers[i].copy_(whole)
+
+
+def owns(row: Reduction, mesh: Mesh, stage: int) -> Callable[[Mapping[str, int]], Tensor]:
+    """Whether the rank at some coordinates counts a leaf in the norm: 1 for one holder, else 0.
+
+    The data axes are left out: every data rank sums up for itself.
+    """
+    axes: list[AxisLike] = [axis for axis in row.axes if axis not in ("dp", "cp")]
+
+    def value(coords: Mapping[str, int]) -> Tensor:
+        first = all(axis_index(axis, mesh, coords) == 0 for axis in axes)
+        return torch.tensor(float(first and stage == row.stages[0]), dtype=torch.float64)
+
+    return value
+
+
+def global_norm(world: World, grads: GradBuffers) -> Waits[Tensor]:
+    """Euclidean norm of the whole gradient, each logical element counted once in any layout.
+
+    Args:
+        world: of this rank.
+        grads: finalized buffers.
+
+    Returns:
+        The norm, float64, of shape `world.lead`; the same on all ranks.
+    """
+    total = torch.zeros(world.lead, dtype=torch.float64)
+    for bucket, buffer in zip(grads.buckets, grads.buffers, strict=True):
+        row = grads.table[bucket.spans[0].path]
+        square = torch.linalg.vector_norm(buffer, dim=-1).double().square()
+        total = total.to(buffer.device) + square * world.build(owns(row, world.mesh, world.stage))
+    everywhere = tuple(range(world.mesh.pp))
+    total = yield from world.all_reduce(total, ("tp",), everywhere)
+    return total.sqrt()
+
+
+def padding_bytes(grads: GradBuffers) -> int:
+    """Bytes of the buffers that hold no gradient."""
+    have = sum(buffer.numel() * buffer.element_size() for buffer in grads.buffers)
+    lead = math.prod(grads.buffers[0].shape[:-1]) if grads.buffers else 1
+    size = grads.buffers[0].element_size() if grads.buffers else 0
+    return have - lead * grads.numel * size

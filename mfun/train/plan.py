@@ -1,0 +1,86 @@
+"""`Plan`: everything about a run that is known before it starts. Integers and specs, no tensors."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from mfun.models.gpt import gpt
+
+from mfun import config as cfg
+from mfun import tree
+from mfun.config import Config
+from mfun.grads import Reduction, reductions
+from mfun.mesh import Mesh
+from mfun.pipeline.stage import Stage, cut
+from mfun.schedule import Op
+from mfun.schedule import plan as plan_schedule
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """A run's layout.
+
+    Args:
+        config: resolved.
+        mesh: of its ranks.
+        stages: the model's layers by pipeline stage.
+        table: how each parameter's gradient is reduced.
+        streams: each stage's ops of a training step.
+        forward: each stage's ops of a forward-only step with as many microbatches.
+    """
+
+    config: Config
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    table: dict[str, Reduction]
+    streams: tuple[tuple[Op, ...], ...]
+    forward: tuple[tuple[Op, ...], ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters, activations and gradients."""
+        return DTYPES[self.config.precision.policy]
+
+    @property
+    def decay(self) -> dict[str, bool]:
+        """Which parameters decay."""
+        return {
+            path: spec.decay
+            for stage in self.stages
+            for path, spec in tree.flatten(stage.specs).items()
+        }
+
+
+def plan(config: Config, head: str = "loss") -> Plan:
+    """Lay a resolved configuration out.
+
+    Args:
+        config: from `mfun.config.resolve`.
+        head: "loss", or "logits" for sampling.
+
+    Returns:
+        The plan; its schedule has been checked.
+
+    Raises:
+        ConfigError: the numbers do not fit together.
+
+    Example:
+        >>> from mfun.config import load, resolve
+        >>> p = plan(resolve(load("tiny"), None))
+        >>> len(p.stages), p.mesh.world
+        (2, 4)
+    """
+    mesh = cfg.mesh(config)
+    stages = tuple(cut(gpt(config, head=head), cfg.stage_layers(config)))
+    microbatches = len(cfg.microbatch_sizes(config))
+    name = cfg.schedule_name(config)
+    return Plan(
+        config=config,
+        mesh=mesh,
+        stages=stages,
+        table=reductions([stage.specs for stage in stages], mesh),
+        streams=plan_schedule(name, mesh.pp, microbatches),
+        forward=plan_schedule(name, mesh.pp, microbatches, forward_only=True),
+    )

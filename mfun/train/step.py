@@ -1,0 +1,176 @@
+"""One training step: seeds, the pipeline, finalize, the optimizer. Values in, values out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mfun import optim, rng, tree
+from mfun.comm.world import Message, Waits, World
+from mfun.grads import GradBuffers, finalize_steps, global_norm, seeds
+from mfun.pipeline import executor
+from mfun.pipeline.executor import Program
+from mfun.pipeline.pullback import autograd_layer, recomputed
+from mfun.schedule import plan as plan_schedule
+from mfun.spec import init_params
+from mfun.train.plan import Plan
+
+Batch = Mapping[str, Tensor]
+
+
+class State(NamedTuple):
+    """All that changes during a run; it changes by being replaced.
+
+    `step` counts finished updates, `params` is the stage's tree, `opt` the optimizer's state. The
+    dropout key and the data position are functions of the configuration and `step`.
+    """
+
+    step: int
+    params: Any
+    opt: Any
+
+
+class Metrics(NamedTuple):
+    """A step's numbers, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+
+
+class Trainer:
+    """Runs a plan on a world. Holds working memory (gradient buffers), never training state.
+
+    Args:
+        plan: the layout.
+        world: this rank's, or a stage of the mailbox.
+    """
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self.plan, self.world = plan, world
+        self.stage = plan.stages[world.stage]
+        config = plan.config
+        self.optimizer = optim.build(config.optim, config.train.steps, plan.decay)
+        self.linearize = autograd_layer
+        if config.parallel.recompute == "full":
+            self.linearize = recomputed(autograd_layer)
+        self.grads: GradBuffers | None = None
+
+    def init(self) -> State:
+        """Initial weights, bitwise the same in every layout, and a fresh optimizer."""
+        plan = self.plan
+
+        def make(coords: Mapping[str, int]) -> Any:
+            return init_params(
+                self.stage.specs, plan.config.train.seed, plan.mesh, coords, plan.dtype
+            )
+
+        params = self.world.build(make)
+        return State(0, params, self.optimizer.init(tree.flatten(params)))
+
+    def buffers(self, params: Any) -> GradBuffers:
+        """Gradient buffers for this stage, made at the first step."""
+        if self.grads is None:
+            self.grads = GradBuffers(
+                self.stage.specs,
+                self.plan.table,
+                self.plan.mesh,
+                self.plan.dtype,
+                lead=self.world.lead,
+                device=next(iter(tree.flatten(params).values())).device,
+                bucket_size=self.plan.config.parallel.bucket_size or None,
+            )
+        return self.grads
+
+    def gradients(
+        self, state: State, batches: Sequence[Batch]
+    ) -> Waits[tuple[dict[str, Tensor], Tensor, Tensor, Tensor]]:
+        """Loss, whole gradients by path, their norm and the number of valid tokens.
+
+        Args:
+            state: where to differentiate.
+            batches: this rank's microbatches.
+
+        Returns:
+            (gradients, views of the buffers: overwritten by the next call; loss; norm; tokens), the
+            numbers of shape `world.lead` and equal on all ranks.
+        """
+        config, grads = self.plan.config, self.buffers(state.params)
+        scale, tokens = yield from seeds(
+            self.world, [count_tokens(b) for b in batches], config.train.loss_norm
+        )
+        model = config.model
+        key = rng.key(config.train.seed, "dropout", state.step) if model.dropout else None
+        program = Program(self.world, self.stage, state.params, self.linearize)
+        stream = self.plan.streams[self.stage.index]
+        sums = yield from executor.train_step(program, stream, batches, scale, grads, key)
+        yield from finalize_steps(self.world, grads)
+        norm = yield from global_norm(self.world, grads)
+        loss = yield from self._total(sums, scale)
+        return grads.views, loss, norm, tokens
+
+    def step(
+        self, state: State, batches: Sequence[Batch], *, donate: bool = True
+    ) -> Waits[tuple[State, Metrics]]:
+        """One update.
+
+        Args:
+            state: before it.
+            batches: this rank's microbatches, in order.
+            donate: may reuse the old state's memory; with False the old state stays valid.
+
+        Returns:
+            The new state and its metrics.
+        """
+        grads, loss, norm, tokens = yield from self.gradients(state, batches)
+        params, opt = self.optimizer.update(
+            grads, state.opt, tree.flatten(state.params), norm=norm, donate=donate
+        )
+        metrics = Metrics(
+            loss=_number(loss),
+            grad_norm=_number(norm),
+            lr=optim.learning_rate(opt),
+            tokens=int(_number(tokens)),
+        )
+        return State(state.step + 1, tree.unflatten(params), opt), metrics
+
+    def evaluate(self, state: State, batches: Sequence[Batch]) -> Waits[float]:
+        """Mean loss per valid token of the whole batch, without dropout, on every rank."""
+        scale, _ = yield from seeds(self.world, [count_tokens(b) for b in batches], "tokens")
+        out = yield from self._forward(state, batches)
+        loss = yield from self._total([y["loss"] for y in out], scale)
+        return _number(loss)
+
+    def logits(self, state: State, batches: Sequence[Batch]) -> Waits[list[Tensor]]:
+        """Logits of each microbatch on the last stage (a plan made with head="logits"), else []."""
+        out = yield from self._forward(state, batches)
+        return [y["logits"] for y in out]
+
+    def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[list[Message]]:
+        program = Program(self.world, self.stage, state.params)
+        name = "none" if self.plan.mesh.pp == 1 else "1f1b"
+        streams = plan_schedule(name, self.plan.mesh.pp, len(batches), forward_only=True)
+        stream = streams[self.stage.index]
+        return (yield from executor.evaluate(program, stream, batches))
+
+    def _total(self, sums: Sequence[Tensor], scale: Sequence[Tensor]) -> Waits[Tensor]:
+        """The step's loss on every rank of every stage, from the last stage's sums."""
+        total = torch.zeros_like(scale[0])
+        for loss, factor in zip(sums, scale, strict=False):
+            total = total + loss.double() * factor
+        everywhere = tuple(range(self.plan.mesh.pp))
+        return (yield from self.world.all_reduce(total, ("dp", "cp"), everywhere))
+
+
+def count_tokens(batch: Batch) -> Tensor:
+    """Valid tokens of a microbatch: the sum of its loss mask, float64, of shape `lead`."""
+    return batch["mask"].double().flatten(-2).sum(-1)
+
+
+def _number(x: Tensor) -> float:
+    """A number that is the same on all ranks."""
+    return float(x.flatten()[0])
