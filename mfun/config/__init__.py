@@ -1,0 +1,45 @@
+"""Frozen configurations: what they hold, where they come from, and what they mean in integers."""
+
+from __future__ import annotations
+
+from mfun.config.checks import check
+from mfun.config.fields import ConfigError
+from mfun.config.flops import ModelFlops, flops_per_token
+from mfun.config.layout import mesh, microbatch_sizes, resolve, schedule_name, stage_layers
+from mfun.config.load import from_toml, load, override, to_toml
+from mfun.config.presets import PRESETS
+from mfun.config.sections import (
+    SECTIONS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "PRESETS",
+    "SECTIONS",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "ModelFlops",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "TrainConfig",
+    "check",
+    "flops_per_token",
+    "from_toml",
+    "load",
+    "mesh",
+    "microbatch_sizes",
+    "override",
+    "resolve",
+    "schedule_name",
+    "stage_layers",
+    "to_toml",
+]

@@ -1,0 +1,160 @@
+"""Checks across fields, run when a whole configuration is built and before anything is allocated.
+
+Each message names the keys, the numbers and a way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mfun.config.fields import ConfigError
+from mfun.config.sections import Config
+
+
+def check(config: Config) -> None:
+    """Refuse a configuration whose parts do not fit each other, or that is not built yet.
+
+    Raises:
+      ConfigError: with every problem found, one a line.
+
+    Example:
+      >>> from mfun.config import Config, ModelConfig
+      >>> check(Config(model=ModelConfig(heads=6, hidden=48, kv_heads=4)))
+      Traceback (most recent call last):
+      mfun.config.fields.ConfigError: model.heads is 6 and model.kv_heads is 4; each key head ...
+    """
+    parts = (_unbuilt, _widths, _heads, _positions, _stages, _batches, _rates)
+    problems = [problem for part in parts for problem in part(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def stage_count(config: Config) -> int:
+    """Virtual stages: pipeline stages times the chunks each holds."""
+    return config.parallel.pp * config.parallel.chunks
+
+
+def _unbuilt(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    rows = [
+        ("parallel.cp", parallel.cp, 1, "context parallelism"),
+        ("parallel.ep", parallel.ep, 1, "expert parallelism"),
+        ("parallel.etp", parallel.etp, (0, parallel.tp), "tensor parallelism inside experts"),
+        ("parallel.chunks", parallel.chunks, 1, "several chunks a stage"),
+        ("parallel.sharding", parallel.sharding, "no_shard", "sharding over dp"),
+        ("parallel.overlap", parallel.overlap, False, "overlapped communication"),
+        ("parallel.recompute", parallel.recompute, "none", "recomputation"),
+        ("precision.policy", config.precision.policy, ("fp32", "fp64"), "16-bit training"),
+    ]
+    for key, value, built, what in rows:
+        allowed = built if isinstance(built, tuple) else (built,)
+        if value not in allowed:
+            shown = " or ".join(dict.fromkeys(_shown(one) for one in allowed))
+            yield f"{key} is {_shown(value)}: {what} is not built yet; use {shown}."
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _widths(config: Config) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tp
+    if not model.head_dim and model.hidden % model.heads:
+        yield (
+            f"model.hidden is {model.hidden}, which model.heads = {model.heads} does not divide; "
+            "change one, or set model.head_dim."
+        )
+    if model.ffn_size % tp:
+        yield _undivided("model.ffn", model.ffn_size, "parallel.tp", tp)
+    if config.parallel.sequence_parallel and model.seq_len % tp:
+        yield (
+            f"parallel.sequence_parallel cuts model.seq_len = {model.seq_len} over parallel.tp = "
+            f"{tp}, which does not divide it; use a multiple of {tp} or turn it off."
+        )
+    if model.seq_len % (2 * config.parallel.cp) and config.parallel.cp > 1:
+        yield (
+            f"model.seq_len is {model.seq_len}, not a multiple of 2 * parallel.cp = "
+            f"{2 * config.parallel.cp} as the zigzag split needs; change one of them."
+        )
+
+
+def _heads(config: Config) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tp
+    if model.heads % tp:
+        yield _undivided("model.heads", model.heads, "parallel.tp", tp)
+    if model.heads % model.kv:
+        yield (
+            f"model.heads is {model.heads} and model.kv_heads is {model.kv}; each key head serves "
+            f"equally many query heads, so use a divisor of {model.heads} for model.kv_heads."
+        )
+    if model.kv % tp and tp % model.kv:
+        yield (
+            f"model.kv_heads is {model.kv} and parallel.tp is {tp}; key heads are cut over tp or "
+            "repeated on it, so one must divide the other."
+        )
+
+
+def _positions(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.position == "rotary" and model.head_size % 2:
+        yield (
+            f"model.position is rotary, which turns pairs of elements, but a head has "
+            f"{model.head_size}; use an even model.head_dim."
+        )
+    if model.rope_scaling != "none" and model.position != "rotary":
+        yield (
+            f"model.rope_scaling is {model.rope_scaling} but model.position is {model.position}; "
+            "set model.position=rotary or model.rope_scaling=none."
+        )
+    for scaling, low, high in (
+        ("llama3", "rope_low", "rope_high"),
+        ("yarn", "rope_beta_slow", "rope_beta_fast"),
+    ):
+        if model.rope_scaling == scaling and getattr(model, low) >= getattr(model, high):
+            yield (
+                f"model.{low} is {getattr(model, low):g} and model.{high} is "
+                f"{getattr(model, high):g}; {scaling} scaling needs the first below the second."
+            )
+
+
+def _stages(config: Config) -> Iterator[str]:
+    parallel, layers, stages = config.parallel, config.model.layers, stage_count(config)
+    custom = parallel.layers_per_stage
+    if custom and (len(custom) != stages or sum(custom) != layers):
+        yield (
+            f"parallel.layers_per_stage {list(custom)} has {len(custom)} stages and {sum(custom)} "
+            f"blocks, but there are {stages} stages (parallel.pp * parallel.chunks) and "
+            f"model.layers is {layers}; give {stages} numbers whose sum is {layers}."
+        )
+    if not custom and layers < stages:
+        yield (
+            f"model.layers is {layers} but there are {stages} stages (parallel.pp * "
+            "parallel.chunks); use fewer stages, or allow empty ones by parallel.layers_per_stage."
+        )
+    if parallel.schedule == "none" and parallel.pp > 1:
+        yield (
+            f"parallel.schedule is none but parallel.pp is {parallel.pp}; "
+            "use 1f1b, gpipe or auto, or parallel.pp=1."
+        )
+
+
+def _batches(config: Config) -> Iterator[str]:
+    train, dp = config.train, config.parallel.dp or 1
+    if train.global_batch % dp:
+        yield _undivided("train.global_batch", train.global_batch, "parallel.dp", dp)
+    elif train.microbatches > train.global_batch // dp:
+        yield (
+            f"train.microbatches is {train.microbatches}, more than the {train.global_batch // dp} "
+            f"sequences of a data parallel rank (train.global_batch = {train.global_batch} over "
+            f"parallel.dp = {dp}); use fewer microbatches or a larger batch."
+        )
+
+
+def _rates(config: Config) -> Iterator[str]:
+    optim = config.optim
+    if optim.min_lr > optim.lr:
+        yield f"optim.min_lr is {optim.min_lr:g}, above optim.lr = {optim.lr:g}; lower it."
+
+
+def _undivided(key: str, value: int, by: str, size: int) -> str:
+    return f"{key} is {value}, which {by} = {size} does not divide; use a multiple of {size}."

@@ -1,0 +1,117 @@
+"""What a configuration means in integers: the mesh, each stage's blocks, each microbatch's size."""
+
+from __future__ import annotations
+
+import attrs
+
+from mfun.config.checks import check, stage_count
+from mfun.config.fields import ConfigError
+from mfun.config.sections import Config
+from mfun.mesh import Mesh
+
+
+def mesh(config: Config) -> Mesh:
+    """The mesh of a configuration; a ``parallel.dp`` that is still 0 counts as 1.
+
+    Example:
+      >>> from mfun.config import load
+      >>> mesh(load("tiny", ["parallel.dp=2"])).world
+      8
+    """
+    parallel = config.parallel
+    try:
+        return Mesh(
+            tp=parallel.tp,
+            cp=parallel.cp,
+            ep=parallel.ep,
+            dp=parallel.dp or 1,
+            pp=parallel.pp,
+            etp=parallel.etp or None,
+            order=parallel.order,
+        )
+    except ValueError as error:
+        raise ConfigError(f"section parallel gives no mesh: {error}") from error
+
+
+def resolve(config: Config, world: int | None) -> Config:
+    """Fill ``parallel.dp`` from the number of ranks, then check the whole.
+
+    dp = world / (tp * cp * pp) where it was 0; without a world it is 1.
+
+    Args:
+      config: what was asked for.
+      world: ranks that there are, or None where nothing runs yet.
+
+    Raises:
+      ConfigError: the sizes do not multiply to the world, or a cross-field check fails.
+
+    Example:
+      >>> from mfun.config import load
+      >>> resolve(load("tiny", []), 8).parallel.dp
+      2
+    """
+    parallel = config.parallel
+    model_ranks = parallel.tp * parallel.cp * parallel.pp
+    sizes = f"tp * cp * pp = {parallel.tp} * {parallel.cp} * {parallel.pp} = {model_ranks}"
+    if world is not None and (world < 1 or world % model_ranks):
+        raise ConfigError(
+            f"{world} ranks cannot hold parallel.{sizes} ranks of a model replica; "
+            f"start a multiple of {model_ranks} ranks or change parallel.tp, parallel.cp or "
+            "parallel.pp."
+        )
+    dp = parallel.dp or (1 if world is None else world // model_ranks)
+    if world is not None and dp * model_ranks != world:
+        raise ConfigError(
+            f"parallel.{sizes} times parallel.dp = {dp} is {dp * model_ranks}, but there are "
+            f"{world} ranks; set parallel.dp={world // model_ranks} (or 0) or start "
+            f"{dp * model_ranks} ranks."
+        )
+    resolved = attrs.evolve(config, parallel=attrs.evolve(parallel, dp=dp))
+    check(resolved)
+    mesh(resolved)
+    return resolved
+
+
+def schedule_name(config: Config) -> str:
+    """The pipeline schedule that runs, with ``auto`` decided by the number of stages."""
+    asked = config.parallel.schedule
+    return asked if asked != "auto" else "none" if config.parallel.pp == 1 else "1f1b"
+
+
+def stage_layers(config: Config) -> tuple[tuple[int, ...], ...]:
+    """Block indices of each pipeline stage: together 0 .. layers-1, each once and in order.
+
+    ``parallel.layers_per_stage`` decides if given. Otherwise sizes differ by at most one, and the
+    larger stages are those between, the later first: the first stage also has the embedding and
+    the last, which gets an extra block after all others, the head.
+
+    Raises:
+      ConfigError: custom sizes that do not fit, or more stages than blocks.
+
+    Example:
+      >>> from mfun.config import Config, ModelConfig, ParallelConfig
+      >>> stage_layers(Config(model=ModelConfig(layers=5), parallel=ParallelConfig(pp=4)))
+      ((0,), (1,), (2, 3), (4,))
+    """
+    sizes = config.parallel.layers_per_stage or _even(config.model.layers, stage_count(config))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(tuple(range(a, a + n)) for a, n in zip(starts, sizes, strict=True))
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    small, extra = divmod(layers, stages)
+    larger = [*range(stages - 2, 0, -1), 0, stages - 1][:extra]
+    return tuple(small + (stage in larger) for stage in range(stages))
+
+
+def microbatch_sizes(config: Config) -> tuple[int, ...]:
+    """Sequences in each microbatch of one data parallel rank; they differ by at most one.
+
+    Example:
+      >>> from mfun.config import Config, TrainConfig
+      >>> microbatch_sizes(Config(train=TrainConfig(global_batch=8, microbatches=3)))
+      (3, 3, 2)
+    """
+    local = config.train.global_batch // (config.parallel.dp or 1)
+    small, extra = divmod(local, config.train.microbatches)
+    return tuple(small + (i < extra) for i in range(config.train.microbatches))

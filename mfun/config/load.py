@@ -1,0 +1,162 @@
+"""Configurations from presets, TOML and ``section.key=value`` texts, and back to TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import cattrs
+import tomli_w
+from cattrs.errors import ForbiddenExtraKeysError
+
+from mfun.config.checks import check
+from mfun.config.fields import ConfigError, did_you_mean
+from mfun.config.layout import mesh
+from mfun.config.presets import PRESETS
+from mfun.config.sections import SECTIONS, Config
+
+
+def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
+    """A checked configuration from a preset or a TOML file, changed by overrides.
+
+    Args:
+      source: name of a preset, path of a TOML file, or None for the preset ``tiny``.
+      overrides: texts such as ``parallel.tp=2``; later ones win.
+
+    Raises:
+      ConfigError: an unknown name (with the nearest known one), a value of a wrong type or out of
+        range, or parts that do not fit each other.
+
+    Example:
+      >>> load("gpt2", ["model.tied=false", "parallel.tp=2"]).model.tied
+      False
+    """
+    config = override(_source("tiny" if source is None else source), overrides)
+    check(config)
+    mesh(config)
+    return config
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """The configuration with ``section.key=value`` texts applied in order; not yet checked.
+
+    Example:
+      >>> override(Config(), ["parallel.layers_per_stage=1,3"]).parallel.layers_per_stage
+      (1, 3)
+    """
+    values = cattrs.unstructure(config)
+    for given in overrides:
+        section, key, value = _assignment(given)
+        values[section][key] = value
+    return _structure(values, "the command line")
+
+
+def to_toml(config: Config) -> str:
+    """All fields as TOML, always in the same order, so that two runs can be compared by diff.
+
+    Example:
+      >>> to_toml(Config()).splitlines()[:2]
+      ['[model]', 'layers = 4']
+    """
+    return tomli_w.dumps(cattrs.unstructure(config))
+
+
+def from_toml(content: str, name: str = "TOML") -> Config:
+    """The configuration of a TOML text; what it leaves out has its default.
+
+    Args:
+      content: the text.
+      name: what to call it in an error.
+
+    Raises:
+      ConfigError: text that is no TOML, an unknown section or key, a wrong value.
+
+    Example:
+      >>> from_toml(to_toml(Config())) == Config()
+      True
+    """
+    try:
+        values = tomllib.loads(content)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is not valid TOML: {error}") from error
+    return _structure(values, name)
+
+
+def _source(source: str) -> Config:
+    if source in PRESETS:
+        return PRESETS[source]
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(
+            f"{source!r} is neither a preset nor a file: {did_you_mean(source, PRESETS)}"
+        )
+    try:
+        return from_toml(path.read_text(encoding="utf-8"), source)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not a text file: {error}") from error
+
+
+def _assignment(given: str) -> tuple[str, str, Any]:
+    """Section, key and typed value of one override."""
+    path, equals, value = given.partition("=")
+    section, dot, key = path.partition(".")
+    if not equals or not dot:
+        hint = f" {_hint(path, SECTIONS)}" if equals else ""
+        raise ConfigError(f"override {given!r} is not of the form section.key=value.{hint}")
+    if section not in SECTIONS:
+        raise ConfigError(
+            f"unknown section {section!r} in {given!r}: {did_you_mean(section, SECTIONS)}"
+        )
+    fields = attrs.fields_dict(SECTIONS[section])
+    if key not in fields:
+        raise ConfigError(f"unknown key {path} in {given!r}: {_hint(key, fields)}")
+    return section, key, _parsed(path, value, fields[key].metadata["parse"])
+
+
+def _parsed(path: str, value: str, parse: Callable[[str], Any]) -> Any:
+    """The typed value; a text that does not parse is left to its field to refuse."""
+    try:
+        return parse(value)
+    except (ValueError, tomllib.TOMLDecodeError):
+        return value
+
+
+def _structure(values: dict[str, Any], name: str) -> Config:
+    """Values as a Config, by cattrs; every field checks its own value."""
+    for section, content in values.items():
+        if section in SECTIONS and not isinstance(content, dict):
+            raise ConfigError(f"{name}: {section} is {content!r}; give a table, [{section}].")
+    try:
+        return _converter().structure(values, Config)
+    except ForbiddenExtraKeysError as error:
+        section = getattr(error.cl, "section", None)
+        raise ConfigError(f"{name}: " + _unknown(section, sorted(error.extra_fields))) from error
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _converter() -> cattrs.Converter:
+    """Builds the classes; values go through as they are."""
+    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
+    for plain in (int, float, bool, str):
+        converter.register_structure_hook(plain, lambda value, kind: value)
+    converter.register_structure_hook_func(
+        lambda kind: not attrs.has(kind), lambda value, kind: value
+    )
+    return converter
+
+
+def _unknown(section: str | None, keys: list[str]) -> str:
+    if section is None:
+        return "; ".join(f"unknown section {key!r}: {_hint(key, SECTIONS)}" for key in keys)
+    known = attrs.fields_dict(SECTIONS[section])
+    return "; ".join(f"unknown key {section}.{key}: {_hint(key, known)}" for key in keys)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Where an unknown name does exist, or else what is spelt like it."""
+    homes = [f"{home}.{name}" for home, kind in SECTIONS.items() if name in attrs.fields_dict(kind)]
+    return f"did you mean {' or '.join(homes)}?" if homes else did_you_mean(name, known)

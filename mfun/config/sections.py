@@ -1,0 +1,289 @@
+"""The sections of a configuration: frozen values, each field checked when it is made.
+
+A 0 that stands for "work it out" says so in its line. What spans fields is in ``checks``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import attrs
+
+from mfun.config.fields import choice, flag, real, text, texts, whole, wholes
+
+Position = Literal["learned", "rotary", "none"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+Bias = Literal["none", "qkv", "all"]
+Schedule = Literal["auto", "none", "gpipe", "1f1b"]
+Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+Recompute = Literal["none", "full"]
+Policy = Literal["fp32", "fp64", "bf16", "fp16"]
+Optimizer = Literal["adamw", "sgd"]
+LearningRate = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
+LossNorm = Literal["tokens", "microbatch"]
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """A GPT.
+
+    Args:
+      layers: transformer blocks.
+      hidden: width d of the residual stream.
+      heads: query heads.
+      kv_heads: key and value heads; 0 means as many as ``heads``.
+      head_dim: width of a head; 0 means ``hidden / heads``.
+      ffn: width of the feed-forward layer; 0 means ``4 * hidden``.
+      vocab: token kinds, without padding.
+      seq_len: tokens of a training sequence.
+      dropout: probability that an element is dropped.
+      tied: the output head is the embedding's weight.
+      position: how a token knows its place.
+      rope_theta: base of the rotary angles.
+      rope_scaling: how rotary angles are stretched for longer sequences.
+      rope_factor: by how much.
+      rope_low: llama3 scaling: wavelengths above ``rope_original / rope_low`` stretch in full.
+      rope_high: llama3 scaling: wavelengths below ``rope_original / rope_high`` do not stretch.
+      rope_original: sequence length before stretching; 0 means ``seq_len``.
+      rope_beta_fast: yarn scaling: turns over ``rope_original`` above which nothing stretches.
+      rope_beta_slow: yarn scaling: turns below which all stretches.
+      norm: kind of normalisation.
+      norm_eps: added to the variance.
+      activation: of the feed-forward layer; swiglu has a gate.
+      bias: which linear layers have one.
+      qk_norm: normalise each query and key head.
+      sliding_window: keys a query sees, itself included; 0 means all before it.
+      init_std: standard deviation of the initial matrices.
+    """
+
+    section: ClassVar[str] = "model"
+
+    layers: int = whole(4, least=1)
+    hidden: int = whole(128, least=1)
+    heads: int = whole(4, least=1)
+    kv_heads: int = whole(0)
+    head_dim: int = whole(0)
+    ffn: int = whole(0)
+    vocab: int = whole(256, least=1)
+    seq_len: int = whole(128, least=1)
+    dropout: float = real(0.0, below=1.0)
+    tied: bool = flag(True)
+    position: Position = choice("learned", Position)
+    rope_theta: float = real(10000.0, open_=True)
+    rope_scaling: RopeScaling = choice("none", RopeScaling)
+    rope_factor: float = real(1.0, least=1.0)
+    rope_low: float = real(1.0, open_=True)
+    rope_high: float = real(4.0, open_=True)
+    rope_original: int = whole(0)
+    rope_beta_fast: float = real(32.0, open_=True)
+    rope_beta_slow: float = real(1.0, open_=True)
+    norm: Norm = choice("layernorm", Norm)
+    norm_eps: float = real(1e-5, open_=True)
+    activation: Activation = choice("gelu", Activation)
+    bias: Bias = choice("all", Bias)
+    qk_norm: bool = flag(False)
+    sliding_window: int = whole(0)
+    init_std: float = real(0.02, open_=True)
+
+    @property
+    def kv(self) -> int:
+        """Key and value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate."""
+        return self.activation == "swiglu"
+
+
+@attrs.frozen(kw_only=True)
+class ParallelConfig:
+    """How the model and the batch are laid out over ranks.
+
+    Args:
+      tp: tensor parallel ranks.
+      cp: context parallel ranks.
+      ep: expert parallel ranks.
+      etp: tensor parallel ranks inside an expert; 0 means ``tp``.
+      dp: data parallel ranks; 0 fills the world.
+      pp: pipeline stages.
+      order: numbering of the ranks, fastest axis first.
+      chunks: model chunks a stage holds.
+      schedule: pipeline schedule; auto is none for one stage and 1f1b for more.
+      layers_per_stage: blocks of each stage; empty spreads them evenly.
+      sequence_parallel: cut norms, dropout and residuals along the sequence over ``tp``.
+      sharding: what is cut over the data parallel ranks.
+      overlap: communicate gradients and parameters beside computation.
+      bucket_size: elements at which a gradient bucket closes; 0 means the default.
+      recompute: which activations are computed again instead of kept.
+    """
+
+    section: ClassVar[str] = "parallel"
+
+    tp: int = whole(1, least=1)
+    cp: int = whole(1, least=1)
+    ep: int = whole(1, least=1)
+    etp: int = whole(0)
+    dp: int = whole(0)
+    pp: int = whole(1, least=1)
+    order: str = text("tp-cp-ep-dp-pp")
+    chunks: int = whole(1, least=1)
+    schedule: Schedule = choice("auto", Schedule)
+    layers_per_stage: tuple[int, ...] = wholes()
+    sequence_parallel: bool = flag(False)
+    sharding: Sharding = choice("no_shard", Sharding)
+    overlap: bool = flag(False)
+    bucket_size: int = whole(0)
+    recompute: Recompute = choice("none", Recompute)
+
+
+@attrs.frozen(kw_only=True)
+class PrecisionConfig:
+    """Number formats.
+
+    Args:
+      policy: format of parameters, activations and gradients.
+    """
+
+    section: ClassVar[str] = "precision"
+
+    policy: Policy = choice("fp32", Policy)
+
+
+@attrs.frozen(kw_only=True)
+class OptimConfig:
+    """How parameters move.
+
+    Args:
+      name: the optimizer.
+      lr: highest learning rate.
+      min_lr: lowest learning rate that a falling schedule reaches.
+      schedule: shape of the learning rate after the warm-up.
+      warmup: steps over which the learning rate rises from 0.
+      decay_steps: step at which a falling schedule ends; 0 means ``train.steps``.
+      wsd_decay: part of the steps over which the wsd schedule falls.
+      b1: AdamW's decay of the mean gradient.
+      b2: AdamW's decay of the mean square.
+      eps: AdamW's addition to the root of the mean square.
+      momentum: of sgd.
+      weight_decay: decay of matrices and embeddings.
+      clip: largest global gradient norm; 0 does not clip.
+    """
+
+    section: ClassVar[str] = "optim"
+
+    name: Optimizer = choice("adamw", Optimizer)
+    lr: float = real(1e-3)
+    min_lr: float = real(0.0)
+    schedule: LearningRate = choice("constant", LearningRate)
+    warmup: int = whole(0)
+    decay_steps: int = whole(0)
+    wsd_decay: float = real(0.1, below=1.0, open_=True)
+    b1: float = real(0.9, below=1.0)
+    b2: float = real(0.95, below=1.0)
+    eps: float = real(1e-8, open_=True)
+    momentum: float = real(0.9, below=1.0)
+    weight_decay: float = real(0.1)
+    clip: float = real(1.0)
+
+
+@attrs.frozen(kw_only=True)
+class DataConfig:
+    """What is learned from.
+
+    Args:
+      path: text files and folders; empty means the Python standard library's own sources.
+      packed: attention and positions restart at each document.
+      val_fraction: part of the data kept for the validation loss.
+      hash: digest of the data, filled in by a run and compared when it resumes.
+    """
+
+    section: ClassVar[str] = "data"
+
+    path: tuple[str, ...] = texts()
+    packed: bool = flag(False)
+    val_fraction: float = real(0.05, below=1.0)
+    hash: str = text("")
+
+
+@attrs.frozen(kw_only=True)
+class TrainConfig:
+    """How long, how much at a time, and what is kept.
+
+    Args:
+      steps: optimizer steps.
+      seed: of initial weights, dropout and sample order.
+      global_batch: sequences of a step over all ranks.
+      microbatches: pieces in which each data parallel rank takes its part of a step.
+      loss_norm: a step's loss is the mean over its tokens, or the mean of microbatch means.
+      label_smoothing: probability spread over the whole vocabulary.
+      z_loss: weight of the squared log-partition.
+      eval_every: steps between validation losses; 0 means never.
+      eval_batches: microbatches of a validation loss.
+      checkpoint_every: steps between checkpoints; 0 means only at the end.
+      keep: newest checkpoints that are kept; 0 means all.
+      log_every: steps between lines of progress.
+      malloc_tuning: ask the allocator of the C library to keep big blocks.
+      timeout_s: seconds after which a collective that does not finish is an error.
+    """
+
+    section: ClassVar[str] = "train"
+
+    steps: int = whole(200, least=1)
+    seed: int = whole(0)
+    global_batch: int = whole(16, least=1)
+    microbatches: int = whole(4, least=1)
+    loss_norm: LossNorm = choice("tokens", LossNorm)
+    label_smoothing: float = real(0.0, below=1.0)
+    z_loss: float = real(0.0)
+    eval_every: int = whole(50)
+    eval_batches: int = whole(4, least=1)
+    checkpoint_every: int = whole(100)
+    keep: int = whole(0)
+    log_every: int = whole(1, least=1)
+    malloc_tuning: bool = flag(True)
+    timeout_s: int = whole(120, least=1)
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """Everything that decides a run, and nothing else does.
+
+    Args:
+      model: the network.
+      parallel: its layout over ranks.
+      precision: number formats.
+      optim: how parameters move.
+      data: what is learned from.
+      train: how long, and what is kept.
+
+    Example:
+      >>> Config(model=ModelConfig(layers=2)).model.ffn_size
+      512
+    """
+
+    model: ModelConfig = attrs.field(factory=ModelConfig)
+    parallel: ParallelConfig = attrs.field(factory=ParallelConfig)
+    precision: PrecisionConfig = attrs.field(factory=PrecisionConfig)
+    optim: OptimConfig = attrs.field(factory=OptimConfig)
+    data: DataConfig = attrs.field(factory=DataConfig)
+    train: TrainConfig = attrs.field(factory=TrainConfig)
+
+
+SECTIONS: dict[str, type] = {
+    kind.section: kind
+    for kind in (ModelConfig, ParallelConfig, PrecisionConfig, OptimConfig, DataConfig, TrainConfig)
+}
+"""Section name to class, in the order they are written."""
