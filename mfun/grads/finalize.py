@@ -1,4 +1,4 @@
-"""`finalize`: from each rank's summands to whole gradients, equal wherever a parameter is replicated."""
+"""`finalize`: from each rank's summands to whole gradients, equal where a parameter is repeated."""
 
 from __future__ import annotations
 

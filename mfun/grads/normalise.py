@@ -52,6 +52,6 @@ def explain(norm: str) -> str:
     if norm == "tokens":
         return "normalised once, in the backward's seed: 1 / valid tokens of the global batch"
     return (
-        "normalised once, in the backward's seed: 1 / (valid tokens of the microbatch * microbatches "
-        "* data ranks)"
+        "normalised once, in the backward's seed: 1 / (valid tokens of the microbatch * "
+        "microbatches * data ranks)"
     )

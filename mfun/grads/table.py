@@ -1,4 +1,4 @@
-"""The reduction table: for each parameter, which ranks' gradients are added up, and with what weight.
+"""The reduction table: for each parameter, which ranks' gradients are added, and their weights.
 
 A leaf's *shard group* is all ranks of its stage that hold the same piece; its *replica group* the
 other stages that hold it too. Per axis of these its gradient is a summand (`partial`, weight 1), a
@@ -97,8 +97,8 @@ def _declared(path: str, spec: ParamSpec, axis: AxisLike) -> str:
             kind = spec.grad[name]
             return "repeated" if isinstance(axis, Factor) and kind == "partial" else kind
     raise ValueError(
-        f"{path} is replicated over {axis!r}, but its spec does not say whether the ranks' gradients "
-        f'are summands or copies; add grad={{{axis!r}: "partial"}} or "equal" to its ParamSpec'
+        f"{path} is replicated over {axis!r}, but its spec does not say whether the ranks' "
+        f'gradients are summands or copies; add grad={{{axis!r}: "partial"}} or "equal" to its ParamSpec'
     )
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
-from mfun.nn.layer import Ctx, Layer
 from torch import Tensor
 
 from mfun import tree
 from mfun.comm.groups import Groups
 from mfun.comm.world import Message, Waits, World
 from mfun.grads import GradBuffers
+from mfun.nn.layer import Ctx, Layer
 from mfun.pipeline.pullback import Linearize, Pull, autograd_layer
 from mfun.pipeline.stage import Stage
 from mfun.rng import Key
@@ -37,18 +37,20 @@ class Program:
         stage: its layers.
         params: its parameters, nested as `stage.specs`.
         linearize: how a layer is run and pulled back.
+        derivatives: "first" allows kernels without second derivatives or batching rules.
     """
 
     world: World
     stage: Stage
     params: Any
     linearize: Linearize = autograd_layer
+    derivatives: Literal["any", "first"] = "any"
 
     def layer(self, layer: Layer, batch: Batch, key: Key | None) -> Callable[..., Message]:
         """`(params, x) -> y` of a layer on this world's tensors, with the batch closed over."""
 
         def local(groups: Groups, params: Any, x: Message, batch: dict[str, Tensor]) -> Message:
-            return layer.apply(params, x, Ctx(groups, batch, key))
+            return layer.apply(params, x, Ctx(groups, batch, key, self.derivatives))
 
         lifted, batch = self.world.lift(local), dict(batch)
         return lambda params, x: lifted(params, x, batch)

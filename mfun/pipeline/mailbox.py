@@ -1,7 +1,7 @@
 """All stages of a pipeline in one process: a mailbox instead of a network.
 
-Each stage's ranks run as one vmap; the stages' programs are generators that take turns. The same
-step as on processes, so what is proved here is proved of it. `Office` can also play a transport with
+Each stage's ranks run as one vmap; the stages' programs are generators that take turns. It is the
+step that runs on processes, so what is shown here is shown of it. `Office` can also play a transport with
 rendezvous (a send is not over until it is taken) or one that copies late, to catch a buffer reused
 too early.
 """
@@ -121,7 +121,7 @@ class MailboxWorld:
                 self._office.moved()
 
     def take(self, op: Recv) -> Waits[Message]:
-        """Wait for the box to be filled. With rendezvous, also for this stage's own sends before."""
+        """Wait for the box to be filled; with rendezvous, also for this stage's own sends."""
         if self._office.rendezvous:
             yield from self._taken(but=op)
         while op.tag not in self._office.boxes:
@@ -130,7 +130,7 @@ class MailboxWorld:
         return {k: v.clone() for k, v in self._office.boxes.pop(op.tag).items()}
 
     def _taken(self, but: Recv) -> Waits[None]:
-        """Wait until what this stage sent is taken, unless its own receive of the batch is due first."""
+        """Wait until what this stage sent is taken, unless its own receive is due first."""
         while any(tag in self._office.boxes for tag in self._sent):
             if but.tag in self._office.boxes:
                 return
@@ -155,7 +155,7 @@ def run(programs: Sequence[Generator[str, None, T]], office: Office | None = Non
 
     Args:
         programs: one generator per stage.
-        office: of their worlds, whose count of moves tells progress; None to only watch the programs.
+        office: of their worlds, whose count of moves tells progress.
 
     Returns:
         Their results, by stage.

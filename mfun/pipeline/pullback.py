@@ -1,7 +1,8 @@
 """One layer forward, and how to pull a cotangent back through it.
 
-Two interpretations of the same derivative: `autograd_layer` (leaves detached, `torch.autograd.grad`;
-the executor's, a little faster) and `vjp_layer` (`torch.func.vjp`). A test holds them equal.
+Two interpretations of the same derivative: `autograd_layer` (detached leaves and
+`torch.autograd.grad`; the executor's, a little faster) and `vjp_layer` (`torch.func.vjp`). A test
+holds them equal.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def autograd_layer(apply: Apply, params: Any, x: Message) -> tuple[Message, Pull
 
 def vjp_layer(apply: Apply, params: Any, x: Message) -> tuple[Message, Pull]:
     """As `autograd_layer`, by `torch.func.vjp`."""
-    y, pullback = torch.func.vjp(apply, params, x)
+    y, pullback = torch.func.vjp(apply, params, x)  # type: ignore[misc]  # no aux, so a pair
 
     def pull(dy: Message) -> tuple[dict[str, Tensor | None], Message]:
         with torch.no_grad():
@@ -70,7 +71,7 @@ def vjp_layer(apply: Apply, params: Any, x: Message) -> tuple[Message, Pull]:
 
 
 def recomputed(linearize: Linearize) -> Linearize:
-    """Keep only the layer's input; run it again when the cotangent comes. The same keys, so the same bits."""
+    """Keep only the layer's input; run it again for the cotangent, with the same keys and bits."""
 
     def layer(apply: Apply, params: Any, x: Message) -> tuple[Message, Pull]:
         with torch.no_grad():

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-from mfun.nn.layer import Layer
 
 from mfun import tree
+from mfun.nn.layer import Layer
 
 
 @attrs.frozen(eq=False)

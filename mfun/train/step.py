@@ -105,7 +105,7 @@ class Trainer:
         )
         model = config.model
         key = rng.key(config.train.seed, "dropout", state.step) if model.dropout else None
-        program = Program(self.world, self.stage, state.params, self.linearize)
+        program = self._program(state)
         stream = self.plan.streams[self.stage.index]
         sums = yield from executor.train_step(program, stream, batches, scale, grads, key)
         yield from finalize_steps(self.world, grads)
@@ -150,8 +150,13 @@ class Trainer:
         out = yield from self._forward(state, batches)
         return [y["logits"] for y in out]
 
+    def _program(self, state: State) -> Program:
+        """Processes take first derivatives of plain tensors; the mailbox runs under vmap."""
+        kind = "any" if self.world.lead else "first"
+        return Program(self.world, self.stage, state.params, self.linearize, kind)
+
     def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[list[Message]]:
-        program = Program(self.world, self.stage, state.params)
+        program = self._program(state)
         name = "none" if self.plan.mesh.pp == 1 else "1f1b"
         streams = plan_schedule(name, self.plan.mesh.pp, len(batches), forward_only=True)
         stream = streams[self.stage.index]

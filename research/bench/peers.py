@@ -1,0 +1,202 @@
+"""Is mfun as fast as what it replaces? Step time and peak memory beside each peer, in one run.
+
+Each case runs mfun and the peer in separate, alternating processes with the same allocator setting,
+several times, and prints the ratio of the medians (below 1: mfun is faster) and of peak resident
+memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (DistributedDataParallel), tp2
+(DTensor with loss parallel), pp2 (torch.distributed.pipelining Schedule1F1B).
+
+Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--repeats 3] [--steps 6]
+Expect: step-time ratios at most 1.00 (one), 1.00 (dp2), 0.86 (tp2), 0.98 (pp2); memory 1.10.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import attrs
+import click
+import torch
+import torch.distributed as dist
+
+SIZES = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 8192, "seq": 256, "batch": 8}
+TINY = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "seq": 32, "batch": 4}
+
+
+@attrs.frozen
+class Case:
+    """One comparison: the ranks, mfun's layout, the peer, the ratio expected."""
+
+    ranks: int
+    layout: dict[str, int]
+    microbatches: int
+    peer: str
+    expected: float
+
+
+CASES = {
+    "one": Case(1, {}, 1, "eager nn.Module + fused AdamW", 1.00),
+    "dp2": Case(2, {"dp": 2}, 1, "DistributedDataParallel", 1.00),
+    "tp2": Case(2, {"tp": 2}, 1, "DTensor TP + loss parallel", 0.86),
+    "pp2": Case(2, {"pp": 2}, 4, "torch Schedule1F1B", 0.98),
+}
+
+
+def mfun_step(case: Case, sizes: dict[str, int], tokens: Any, labels: Any) -> Any:
+    """mfun's step on this rank, as a function without arguments."""
+    from mfun.comm import ProcessWorld, distribute, finish
+    from mfun.config import load, mesh, microbatch_sizes, resolve
+    from mfun.grads import needed_groups
+    from mfun.train.plan import plan
+    from mfun.train.step import Trainer
+
+    keys = {f"model.{k}": sizes[k] for k in ("layers", "hidden", "heads", "vocab")}
+    keys |= {"model.seq_len": sizes["seq"], "model.tied": "false", "model.bias": "all"}
+    keys |= {"model.position": "learned", "model.norm": "layernorm", "model.activation": "gelu"}
+    keys |= {"model.kv_heads": 0, "model.ffn": 0, "model.dropout": 0.0, "optim.clip": 0}
+    keys |= {"train.global_batch": sizes["batch"], "train.microbatches": case.microbatches}
+    keys |= {f"parallel.{axis}": case.layout.get(axis, 1) for axis in ("tp", "pp", "dp")}
+    config = resolve(load("tiny", [f"{k}={v}" for k, v in keys.items()]), case.ranks)
+    layout = plan(config)
+    groups = distribute(mesh(config), needed_groups(layout.table, layout.mesh))
+    world = ProcessWorld(groups)
+    trainer = Trainer(layout, world)
+    at, dp = world.coords["dp"], layout.mesh.dp
+    mine = [x.chunk(dp)[at].split(microbatch_sizes(config)[0]) for x in (tokens, labels)]
+    batches = [
+        {
+            "tokens": x,
+            "labels": y,
+            "mask": torch.ones(x.shape),
+            "sample": torch.arange(len(x)),
+        }
+        for x, y in zip(*mine, strict=True)
+    ]
+    state = trainer.init()
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = finish(trainer.step(state, batches))
+        return metrics.loss
+
+    return step
+
+
+def peer_step(name: str, case: Case, sizes: dict[str, int], tokens: Any, labels: Any) -> Any:
+    """The peer's step on this rank."""
+    from research.bench import modules
+
+    match name:
+        case "one":
+            return modules.one_device(sizes, tokens, labels)
+        case "dp2":
+            return modules.ddp(sizes, tokens, labels)
+        case "tp2":
+            return modules.dtensor_tp(sizes, tokens, labels)
+        case _:
+            return modules.pipeline_1f1b(sizes, tokens, labels, case.microbatches)
+
+
+def worker(name: str, who: str, steps: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """Time steps on this rank: {"ms": [...], "rss": bytes, "loss": last}."""
+    from mfun.train.launch import tune_malloc
+
+    case = CASES[name]
+    if os.environ.get("MFUN_BENCH_MALLOC", "1") == "1":
+        tune_malloc()
+    torch.manual_seed(0)
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // case.ranks))
+    if case.ranks > 1:
+        dist.init_process_group("gloo")
+    text = torch.randint(sizes["vocab"], (sizes["batch"], sizes["seq"] + 1))
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    if who == "mfun":
+        step = mfun_step(case, sizes, tokens, labels)
+    else:
+        step = peer_step(name, case, sizes, tokens, labels)
+    times, loss = [], 0.0
+    for _ in range(steps + 2):
+        if case.ranks > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        loss = step()
+        times.append(1e3 * (time.perf_counter() - start))
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if case.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return {"ms": times[2:], "rss": rss, "loss": loss}
+
+
+def launch(name: str, who: str, steps: int, tiny: bool) -> dict[str, Any]:
+    """Run one side in fresh processes; the slowest rank's times, the largest rank's memory."""
+    ranks = CASES[name].ranks
+    command = [sys.executable, "-m"]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command += ["research.bench.peers", "--worker", f"{name}:{who}:{steps}:{int(tiny)}"]
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // ranks))}
+    run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    rows = [json.loads(x[5:]) for x in run.stdout.splitlines() if x.startswith("JSON ")]
+    if run.returncode or len(rows) != ranks:
+        raise RuntimeError(f"{name} {who} failed ({run.returncode}):\n{run.stderr[-3000:]}")
+    return {
+        "ms": [max(ms) for ms in zip(*(row["ms"] for row in rows), strict=True)],
+        "rss": max(row["rss"] for row in rows),
+        "loss": max(row["loss"] for row in rows),
+    }
+
+
+def compare(name: str, repeats: int, steps: int, tiny: bool = False) -> dict[str, Any]:
+    """Alternate mfun and the peer; medians, minima and ratios."""
+    runs: dict[str, list[dict[str, Any]]] = {"mfun": [], "peer": []}
+    for _ in range(repeats):
+        for who, found in runs.items():
+            found.append(launch(name, who, steps, tiny))
+    ms = {who: [t for run in found for t in run["ms"]] for who, found in runs.items()}
+    middle = {who: statistics.median(times) for who, times in ms.items()}
+    rss = {who: statistics.median(run["rss"] for run in found) for who, found in runs.items()}
+    return {
+        "case": name,
+        "peer": CASES[name].peer,
+        "mfun_ms": middle["mfun"],
+        "peer_ms": middle["peer"],
+        "min_ratio": min(ms["mfun"]) / min(ms["peer"]),
+        "time_ratio": middle["mfun"] / middle["peer"],
+        "expected": CASES[name].expected,
+        "memory_ratio": rss["mfun"] / rss["peer"],
+        "losses": {who: found[-1]["loss"] for who, found in runs.items()},
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--cases", default=",".join(CASES), help="Comma-separated.")
+@click.option("--repeats", default=3, help="Alternations of mfun and peer.")
+@click.option("--steps", default=6, help="Timed steps of each process.")
+@click.option("--tiny", is_flag=True, help="Toy sizes, to try the script itself.")
+@click.option("--worker", "worker_", default="", hidden=True)
+def main(cases: str, repeats: int, steps: int, tiny: bool, worker_: str) -> None:
+    """Command line."""
+    if worker_:
+        name, who, count, small = worker_.split(":")
+        result = worker(name, who, int(count), TINY if int(small) else SIZES)
+        print("JSON " + json.dumps(result), flush=True)
+        return
+    for name in cases.split(","):
+        row = compare(name, repeats, steps, tiny)
+        print(
+            f"{name:4} {row['mfun_ms']:8.1f} ms  peer {row['peer_ms']:8.1f} ms  "
+            f"ratio {row['time_ratio']:.3f} (minima {row['min_ratio']:.3f}, expected <= "
+            f"{row['expected']:.2f})  memory {row['memory_ratio']:.3f}  vs {row['peer']}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
