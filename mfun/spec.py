@@ -47,7 +47,10 @@ class P:
     sums: tuple[AxisLike, ...]
 
     def __init__(self, *entries: Entry, sums: Sequence[AxisLike] = ()) -> None:
+        if isinstance(sums, str | Factor):
+            raise ValueError(f"P: sums={sums!r} is one axis; write sums=({sums!r},)")
         self.__attrs_init__(tuple(entries), tuple(sums))  # type: ignore[attr-defined]
+        _check_axes(self)
 
     def __repr__(self) -> str:
         parts = [repr(entry) for entry in self.entries]
@@ -67,9 +70,23 @@ class P:
         return tuple(axis for dim in range(len(self.entries)) for axis in self.cuts(dim))
 
 
+def _check_axes(p: P) -> None:
+    """Entries are axes, and no axis cuts twice (its ranks would hold a diagonal of pieces)."""
+    for entry in (*p.entries, *p.sums):
+        for axis in entry if isinstance(entry, tuple) else (entry,):
+            if not (isinstance(axis, str | Factor) or (axis is None and entry is None)):
+                raise ValueError(
+                    f"P: entry {entry!r} is not None, an axis name, a Factor, or a tuple of them"
+                )
+    for i, axis in enumerate(p.axes):
+        whole = axis.axis if isinstance(axis, Factor) else None
+        if axis in p.axes[:i] or whole in p.axes:
+            raise ValueError(f"{p}: axis {whole or axis!r} cuts twice; cut by it once")
+
+
 @attrs.frozen
 class Init:
-    """Rule for initial values: `normal`, `truncated_normal`, `uniform` (in [-std, std]), `zeros`, `ones`."""
+    """Initial values: `normal`, `truncated_normal`, `uniform` in [-std, std], `zeros`, `ones`."""
 
     kind: str = "normal"
     std: float = 0.02
@@ -101,7 +118,7 @@ class ParamSpec:
     p: P = P()
     init: Init = Init()
     grad: Mapping[AxisLike, str] = attrs.field(
-        factory=dict, converter=_frozen_map, eq=lambda m: tuple(m.items())
+        factory=dict, converter=_frozen_map, eq=lambda m: frozenset(m.items())
     )
     decay: bool = True
     pads: tuple[int, ...] = ()
@@ -181,9 +198,15 @@ def window(spec: ParamSpec, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int]
 
 
 def pad_to(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` filled up with zeros at the end of each dim."""
+    """`x` filled up with zeros at the end of each dim.
+
+    Raises:
+        ValueError: `x` is longer somewhere, or has another number of dims.
+    """
     if tuple(x.shape) == tuple(shape):
         return x
+    if x.ndim != len(shape) or any(n > m for n, m in zip(x.shape, shape, strict=True)):
+        raise ValueError(f"pad_to: shape {[*x.shape]} does not fit into {[*shape]}")
     pads = [n for have, want in zip(x.shape, shape, strict=True) for n in (want - have, 0)]
     return F.pad(x, pads[::-1])
 
@@ -252,11 +275,17 @@ def unshard_leaf(parts: Sequence[tuple[Coords, Tensor]], spec: ParamSpec, mesh: 
     """The whole tensor from the pieces of some ranks; every element must be covered.
 
     Raises:
-        ValueError: the pieces leave a hole.
+        ValueError: the pieces leave a hole, or one has a wrong shape.
     """
+    local = local_shape(spec, mesh)
     whole = parts[0][1].new_zeros(spec.shape)
     seen = torch.zeros(spec.shape, dtype=torch.bool)
     for coords, part in parts:
+        if tuple(part.shape) != local:
+            raise ValueError(
+                f"unshard: the piece at {dict(coords)} has shape {[*part.shape]}; every piece of "
+                f"{spec} has {[*local]}"
+            )
         bounds = window(spec, mesh, coords)
         box = tuple(slice(a, b) for a, b in bounds)
         whole[box] = part[tuple(slice(0, b - a) for a, b in bounds)]
@@ -266,13 +295,24 @@ def unshard_leaf(parts: Sequence[tuple[Coords, Tensor]], spec: ParamSpec, mesh: 
     return whole
 
 
-def replicated(spec_p: P, mesh: Mesh, axes: Sequence[str]) -> tuple[AxisLike, ...]:
-    """The axes (or inner factors) of size above 1 over which ranks hold the same piece."""
-    cut = {a.axis: a for a in spec_p.axes if isinstance(a, Factor)}
-    whole = {a for a in spec_p.axes if isinstance(a, str)}
+def replicated(p: P, mesh: Mesh, axes: Sequence[str]) -> tuple[AxisLike, ...]:
+    """The axes, or halves of axes, of size above 1 over which ranks hold the same piece.
+
+    Example:
+        >>> replicated(P("tp"), Mesh(tp=2, dp=2), ("tp", "dp"))
+        ('dp',)
+        >>> replicated(P(Factor("tp", 2)), Mesh(tp=4), ("tp",))
+        (Factor(axis='tp', parts=2, part='inner'),)
+    """
+    return others(p.axes, mesh, axes)
+
+
+def others(named: Sequence[AxisLike], mesh: Mesh, axes: Sequence[str]) -> tuple[AxisLike, ...]:
+    """Of `axes`, those (or the halves of those) of size above 1 that `named` leaves out."""
     out: list[AxisLike] = []
     for axis in axes:
-        rest = cut[axis].inner if axis in cut else axis
-        if axis not in whole and mesh.size(rest) > 1:
-            out.append(rest)
+        halves = [a for a in named if isinstance(a, Factor) and a.axis == axis]
+        rest = [halves[0].outer, halves[0].inner] if halves else [axis]
+        if axis not in named:
+            out += [part for part in rest if part not in halves and mesh.size(part) > 1]
     return tuple(out)

@@ -8,30 +8,40 @@ Every error names the path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Tree = Any
 
 
-def _children(node: Tree) -> Iterator[tuple[str, Tree]] | None:
-    """Key and child of each entry of an inner node, or None for a leaf."""
+def children(node: Tree) -> dict[str, Tree] | None:
+    """Key and child of each entry of an inner node, or None for a leaf.
+
+    Raises:
+        ValueError: a dict has a key that is no string, is empty, or holds a dot.
+    """
     if isinstance(node, Mapping):
-        return iter(node.items())
+        for key in node:
+            if not isinstance(key, str) or not key or "." in key:
+                raise ValueError(
+                    f"tree: key {key!r} beside {[k for k in node if k != key]} cannot be part of a "
+                    "dotted path; use a non-empty string without a dot"
+                )
+        return dict(node)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return iter(zip(node._fields, node, strict=True))  # type: ignore[attr-defined]
+        return dict(zip(node._fields, node, strict=True))  # type: ignore[attr-defined]
     if isinstance(node, tuple | list):
-        return ((str(i), child) for i, child in enumerate(node))
+        return {str(i): child for i, child in enumerate(node)}
     return None
 
 
-def _rebuild(node: Tree, children: list[Tree]) -> Tree:
+def _rebuild(node: Tree, below: list[Tree]) -> Tree:
     """A node of the same kind and keys as `node` with other children."""
     if isinstance(node, Mapping):
-        return dict(zip(node, children, strict=True))
+        return dict(zip(node, below, strict=True))
     if hasattr(node, "_fields"):
-        return type(node)(*children)
-    return type(node)(children)
+        return type(node)(*below)
+    return type(node)(below)
 
 
 def _join(path: str, key: str) -> str:
@@ -45,11 +55,11 @@ def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
         >>> flatten({"a": {"w": 1, "b": 2}, "c": (3, 4)})
         {'a.w': 1, 'a.b': 2, 'c.0': 3, 'c.1': 4}
     """
-    children = _children(tree)
-    if children is None:
+    found = children(tree)
+    if found is None:
         return {path: tree}
     out: dict[str, Any] = {}
-    for key, child in children:
+    for key, child in found.items():
         out.update(flatten(child, _join(path, key)))
     return out
 
@@ -88,30 +98,27 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, path: str = "
         >>> map_with_path(lambda p, a, b: f"{p}={a + b}", {"x": {"w": 1}}, {"x": {"w": 2}})
         {'x': {'w': 'x.w=3'}}
     """
-    children = _children(tree)
-    if children is None:
+    found = children(tree)
+    if found is None:
         for other in rest:
-            if _children(other) is not None:
+            if children(other) is not None:
                 raise ValueError(f"tree mismatch at {path or 'the root'}: a leaf against a branch")
         return fn(path, tree, *rest)
-    pairs = list(children)
-    others = [_matched(pairs, other, path) for other in rest]
+    others = [_matched(found, other, path) for other in rest]
     done = [
         map_with_path(fn, child, *(other[key] for other in others), path=_join(path, key))
-        for key, child in pairs
+        for key, child in found.items()
     ]
     return _rebuild(tree, done)
 
 
-def _matched(pairs: list[tuple[str, Tree]], other: Tree, path: str) -> dict[str, Tree]:
-    children = _children(other)
-    if children is None:
+def _matched(want: dict[str, Tree], other: Tree, path: str) -> dict[str, Tree]:
+    found = children(other)
+    if found is None:
         raise ValueError(f"tree mismatch at {path or 'the root'}: a branch against a leaf")
-    found = dict(children)
-    want = {key for key, _ in pairs}
-    if want != set(found):
-        missing = sorted(_join(path, k) for k in want - set(found))
-        extra = sorted(_join(path, k) for k in set(found) - want)
+    if set(want) != set(found):
+        missing = sorted(_join(path, k) for k in set(want) - set(found))
+        extra = sorted(_join(path, k) for k in set(found) - set(want))
         raise ValueError(f"tree mismatch: missing {missing}, unexpected {extra}")
     return found
 
@@ -126,8 +133,13 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return map_with_path(lambda _path, *leaves: fn(*leaves), tree, *rest)
 
 
+def _same(a: Any, b: Any) -> bool:
+    """Tensors by identity (comparing their numbers would hide a copy), other leaves by value."""
+    return a is b or (not (hasattr(a, "shape") and hasattr(a, "dtype")) and bool(a == b))
+
+
 def merge(*trees: Tree) -> dict[str, Any]:
-    """Union of nested dicts; a leaf may stand in several of them if it is the same object or equal.
+    """Union of nested dicts; a leaf may stand in several if it is one tensor, or equal specs.
 
     This is how a pipeline stage's tree is made of its layers' trees: a tied tensor, named by two
     layers, is one leaf.
@@ -142,7 +154,7 @@ def merge(*trees: Tree) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for tree in trees:
         for path, leaf in flatten(tree).items():
-            if path in leaves and leaves[path] is not leaf and leaves[path] != leaf:
+            if path in leaves and not _same(leaves[path], leaf):
                 raise ValueError(f"merge: two different leaves at {path!r}")
             leaves[path] = leaf
     return unflatten(leaves)
@@ -160,8 +172,7 @@ def get(tree: Tree, path: str) -> Tree:
     """
     node, walked = tree, ""
     for key in path.split(".") if path else []:
-        children = _children(node)
-        found = dict(children) if children is not None else {}
+        found = children(node) or {}
         if key not in found:
             raise KeyError(f"no {key!r} at {walked or 'the root'}; there are {sorted(found)}")
         node, walked = found[key], _join(walked, key)
@@ -182,7 +193,7 @@ def put(tree: Tree, path: str, value: Tree) -> Tree:
         return value
     get(tree, path)
     key, _, rest = path.partition(".")
-    pairs = list(_children(tree) or ())
+    pairs = (children(tree) or {}).items()
     return _rebuild(tree, [put(child, rest, value) if k == key else child for k, child in pairs])
 
 

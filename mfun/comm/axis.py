@@ -1,4 +1,4 @@
-"""`Axis`: what a collective takes. One axis of the mesh (or several, or part of one) as a rank sees it."""
+"""`Axis`: what a collective takes: one axis of the mesh, several, or part of one, at one rank."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _shift_batch(x: Tensor, batch_dim: int | None) -> Tensor:
 
 
 def _rank_stacked(x: Tensor, x_dim: int | None, ranks: int, axis: Axis, name: str) -> Tensor:
-    """`x` with the ranks in front; a value that no rank-dependent operand touched is each rank's."""
+    """`x` with the ranks in front; a value that does not depend on the rank is each rank's own."""
     if axis.scope is not None and not axis.scope.open:
         raise RuntimeError(
             f"`{name}` over axis {axis.name!r} (size {axis.size}): this axis was made by a "

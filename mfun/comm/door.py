@@ -15,8 +15,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from mfun.mesh import Mesh
-from mfun.spec import P, ParamSpec, pad_to, piece_index, pieces, replicated
+from mfun.comm.kernels import gap
+from mfun.mesh import DENSE, EXPERT, Mesh
+from mfun.spec import P, ParamSpec, local_shape, others, pad_to, piece_index, pieces
 
 
 @attrs.frozen
@@ -44,34 +45,53 @@ def make_door(p: P, ndim: int, mesh: Mesh, check: bool, name: str) -> Door:
     """The door of a tensor of `ndim` dims cut by `p` over one stage of the mesh.
 
     Raises:
-        ValueError: `p` has more entries than the tensor has dims.
+        ValueError: `p` has more entries than the tensor has dims, names an axis that the mesh
+            lacks, or mixes axes of the dense and the expert view.
     """
     if len(p.entries) > ndim:
         raise ValueError(f"{name}: {p} has {len(p.entries)} entries for a tensor of {ndim} dims")
+    view = _view(p, mesh, name)
     cuts = tuple(pieces(p, dim, mesh) for dim in range(ndim))
-    equal = [a for a in replicated(p, mesh, ("tp", "cp", "dp")) if not _summed(a, p)]
+    # Neither cut nor summed: what is left of the axes holds equal values.
+    equal = others((*p.axes, *p.sums), mesh, view)
     piece, owner = [], []
     ranks = mesh.stage_ranks(0)
     for rank in ranks:
-        coords = mesh.coords(rank)
+        coords = {**mesh.coords(rank), **mesh.expert_coords(rank)}
         number = 0
         for dim in range(ndim):
             number = number * cuts[dim] + piece_index(p, dim, mesh, coords)
         piece.append(number)
-        owner.append(ranks.index(mesh.group_of(rank, *equal)[0]) if equal else ranks.index(rank))
+        owner.append(ranks.index(mesh.group_of(rank, *equal)[0]))
     return Door(cuts, tuple(piece), tuple(owner), check, name)
 
 
-def _summed(axis: Any, p: P) -> bool:
-    return axis in p.sums or (not isinstance(axis, str) and axis.axis in p.sums)
+def _view(p: P, mesh: Mesh, name: str) -> tuple[str, ...]:
+    """The three axes of a stage in the view that `p` speaks of."""
+    try:
+        names = [digit.axis for digit in mesh.digits(*p.axes, *p.sums)]
+    except ValueError as error:
+        raise ValueError(f"{name}: {p}: {error}") from None
+    names = [axis if isinstance(axis, str) else axis.axis for axis in names]
+    return EXPERT[:3] if "edp" in names else DENSE[:3]
 
 
 def as_p(spec: P | ParamSpec) -> P:
-    """The `P` of a spec, with the axes over which its gradients are summands."""
+    """The `P` of a spec, with the axes over which its gradients are summands.
+
+    Raises:
+        ValueError: the gradients are to be averaged over an axis, which a door cannot do.
+    """
     if isinstance(spec, P):
         return spec
+    if "mean" in spec.grad.values():
+        raise ValueError(
+            f"a parameter {spec} cannot pass the door of `simulate`, which sums gradients or takes "
+            "one of equal ones; declare `partial`, or give a P and average in the program"
+        )
     sums = [axis for axis, kind in spec.grad.items() if kind == "partial"]
-    return P(*spec.p.entries, sums=("dp", "cp", *sums))
+    expert = {"etp", "ep", "edp"} & {a if isinstance(a, str) else a.axis for a in spec.p.axes}
+    return P(*spec.p.entries, sums=(*(("edp",) if expert else ("dp", "cp")), *sums))
 
 
 class Enter(torch.autograd.Function):
@@ -90,7 +110,9 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Leave again."""
-        return Leave.apply(grad, *ctx.static), None, None
+        door, dim = ctx.static
+        door = attrs.evolve(door, name=f"the gradient of {door.name}")
+        return Leave.apply(grad, door, dim), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -104,7 +126,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Ranks (..., n, local) -> pieces (..., K, local): owners' values, summed where there are several."""
+    """Ranks (..., n, local) -> pieces (..., K, local): the sum of what a piece's owners hold."""
 
     @staticmethod
     def forward(x: Tensor, door: Door, dim: int) -> Tensor:
@@ -140,33 +162,42 @@ class Leave(torch.autograd.Function):
 
 
 def _check_copies(x: Tensor, door: Door, dim: int) -> None:
-    """Every rank must agree, bitwise, with the owner that stands for it."""
+    """Every rank must agree with the owner that stands for it."""
+    owners = torch.tensor(door.owner, device=x.device)
+    if gap(x, x.index_select(x.ndim + dim, owners)) is None:
+        return
     x = x.movedim(dim, 0)
     for rank, own in enumerate(door.owner):
-        mine, first = x[rank], x[own]
-        if rank != own and not bool(((mine == first) | ((mine != mine) & (first != first))).all()):
+        worst = gap(x[rank], x[own])
+        if worst is not None:
             raise ValueError(
                 f"{door.name} is declared equal over the axes that its spec does not mention, but "
-                f"rank {rank} differs from rank {own} by up to "
-                f"{(mine - first).abs().max().item():.3g}; a `reduce` or `gather` is missing, or "
-                "the spec lacks an axis (or `sums`)"
+                f"rank {rank} differs from rank {own} by up to {worst:.3g}; a `reduce` or `gather` "
+                "is missing, or the spec lacks an axis (or `sums`)"
             )
 
 
+def _check_shape(x: Tensor, shape: tuple[int, ...], spec: ParamSpec, name: str) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} has shape {[*x.shape]}, but its spec {spec} means {[*shape]}")
+
+
 def enter(x: Tensor, spec: P | ParamSpec, mesh: Mesh, check: bool, name: str) -> Tensor:
-    """A whole tensor as rank-stacked pieces (n, local...).
+    """A whole tensor as rank-stacked pieces (n, local...); padded where a ParamSpec allows it.
 
     Raises:
-        ValueError: a dim does not divide into its pieces.
+        ValueError: a dim does not divide into its pieces, or a ParamSpec has another shape.
     """
     door = make_door(as_p(spec), x.ndim, mesh, check and x.is_floating_point(), name)
     if isinstance(spec, ParamSpec):
-        whole = [-(-n // k) * k for n, k in zip(x.shape, door.cuts, strict=True)]
-        x = pad_to(x, whole)
+        _check_shape(x, spec.shape, spec, name)
+        local = local_shape(spec, mesh)
+        x = pad_to(x, [n * k for n, k in zip(local, door.cuts, strict=True)])
     for dim, cut in enumerate(door.cuts):
         if x.shape[dim] % cut:
             raise ValueError(
-                f"{name}: dim {dim} of shape {[*x.shape]} does not divide into {cut} pieces ({spec})"
+                f"{name}: dim {dim} of shape {[*x.shape]} does not divide into {cut} pieces over "
+                f"{as_p(spec).cuts(dim)} ({spec}); make it a multiple of {cut}"
             )
     ndim = x.ndim
     for dim in reversed(range(ndim)):
@@ -179,9 +210,15 @@ def enter(x: Tensor, spec: P | ParamSpec, mesh: Mesh, check: bool, name: str) ->
 
 
 def leave(x: Tensor, spec: P | ParamSpec, mesh: Mesh, check: bool, name: str) -> Tensor:
-    """The whole tensor from rank-stacked pieces (n, local...); padding of a ParamSpec is cut off."""
+    """The whole tensor from rank-stacked pieces (n, local...); padding of a ParamSpec is cut off.
+
+    Raises:
+        ValueError: values declared equal differ, or a ParamSpec has another shape.
+    """
     ndim = x.ndim - 1
     door = make_door(as_p(spec), ndim, mesh, check, name)
+    if isinstance(spec, ParamSpec):
+        _check_shape(x[0], local_shape(spec, mesh), spec, f"{name} on each rank")
     x = Leave.apply(x, door, -ndim - 1)
     if not ndim:
         return x.squeeze(0)

@@ -1,4 +1,4 @@
-"""`Groups`: every communication axis a function may use, passed to it explicitly. Nothing is global."""
+"""`Groups`: every communication axis a function may use, passed to it. Nothing is global."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Transport:
     def _exchange_descriptions(
         self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
     ) -> None:
-        """Tell and learn shapes not met before; sends first, so that no two stages wait in a circle."""
+        """Tell and learn shapes not met before; sends first, so that no stages wait in a circle."""
         for op in batch:
             key = (op.kind, op.to, sizes)
             if isinstance(op, Send) and key not in self._told:

@@ -60,7 +60,7 @@ def make_groups(
 
 
 def distribute(mesh: Mesh, extra: Extra = ()) -> Groups:
-    """The groups of this process; torch.distributed must be initialised (torchrun, or mfun's launcher).
+    """The groups of this process; torch.distributed must be initialised (by torchrun or mfun).
 
     Args:
         mesh: the mesh; its world must be the number of processes.

@@ -53,7 +53,7 @@ def map_ranks(fn: Callable[..., Any], mesh: Mesh, *, check: bool = False) -> Cal
 def simulate(
     fn: Callable[..., Any], mesh: Mesh, in_specs: Specs, out_specs: Specs, *, check: bool = True
 ) -> Callable[..., Any]:
-    """Run a rank-local function on a whole mesh in one process, from whole tensors to whole tensors.
+    """Run a rank-local function on a whole mesh in one process: whole tensors in, whole out.
 
     Args:
         fn: `fn(groups, *local_args)`; sees rank-local shapes and its rank's `Groups`.
@@ -82,6 +82,10 @@ def simulate(
             f"simulate: the mesh has pp = {mesh.pp}; stages of a pipeline run in the mailbox "
             "(mfun.pipeline.mailbox), simulate takes pp = 1"
         )
+    if not isinstance(in_specs, tuple | list):
+        raise ValueError(
+            f"simulate: in_specs is {in_specs!r}; give a tuple with one entry per argument"
+        )
     inner = map_ranks(fn, mesh, check=check)
 
     def run(*args: Any) -> Any:
@@ -99,31 +103,37 @@ def simulate(
 def _through(
     door: Callable[..., Any], specs: Specs, values: Any, mesh: Mesh, check: bool, name: str
 ) -> Any:
-    """Apply a door to every leaf; a spec stands for all leaves below it."""
+    """Apply a door to every leaf; a spec stands for all leaves below it, keys must match."""
+    spec_of: dict[str, P | ParamSpec] = {}
 
-    def one(path: str, spec: Any, value: Any) -> Any:
+    def prefix(spec: Any, value: Any, path: str) -> None:
         where = f"{name}{f' at {path}' if path else ''}"
-        return tree.map_with_path(
-            lambda below, x: door(x, spec, mesh, check, f"{where} {below}".strip()), value
-        )
+        if isinstance(spec, P | ParamSpec):
+            spec_of.update(dict.fromkeys(tree.flatten(value, path), spec))
+            return
+        below, given = tree.children(spec), tree.children(value)
+        if below is None:
+            raise ValueError(f"simulate: the spec of {where} is {spec!r}, not a P or ParamSpec")
+        if given is None:
+            raise ValueError(f"simulate: {where} is a {type(value).__name__}; its specs are a tree")
+        if set(below) != set(given):
+            raise ValueError(
+                f"simulate: {where} has keys {sorted(given)} and its specs {sorted(below)}; "
+                "name the same"
+            )
+        for key in below:
+            prefix(below[key], given[key], f"{path}.{key}" if path else key)
 
-    if isinstance(specs, P | ParamSpec):
-        return one("", specs, values)
-    if isinstance(specs, dict):
-        return {k: _through(door, specs[k], values[k], mesh, check, f"{name}.{k}") for k in specs}
-    return (
-        type(values)(
-            *[
-                _through(door, s, v, mesh, check, f"{name}[{i}]")
-                for i, (s, v) in enumerate(zip(specs, values, strict=True))
-            ]
-        )
-        if hasattr(values, "_fields")
-        else tuple(
-            _through(door, s, v, mesh, check, f"{name}[{i}]")
-            for i, (s, v) in enumerate(zip(specs, values, strict=True))
-        )
-    )
+    def one(path: str, value: Any) -> Any:
+        where = f"{name}{f' at {path}' if path else ''}"
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"simulate: {where} is {value!r}, not a tensor; close over what is no tensor"
+            )
+        return door(value, spec_of[path], mesh, check, where)
+
+    prefix(specs, values, "")
+    return tree.map_with_path(one, values)
 
 
 __all__ = ["Groups", "map_ranks", "simulate"]
