@@ -1,0 +1,185 @@
+"""The dense GPT as a list of layers: embedding, pre-norm blocks, head.
+
+    h = h + dropout(attention(norm1(h)));  h = h + dropout(mlp(norm2(h)))
+
+Between layers the activation is (b, s, d), I over tp; under sequence parallelism (b, s/tp, d), V.
+Over dp it is V: each rank has its own samples.
+
+Shape letters: b batch, s sequence, t sequence (keys), d model, h heads, k head dim, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+
+from mfun.config import Config
+from mfun.models.specs import block_specs, embedding_specs, head_specs
+from mfun.nn.attention import attention, attention_mask, project_qkv
+from mfun.nn.dropout import dropout, score_grid, token_grid
+from mfun.nn.embedding import position_embedding, vocab_embedding
+from mfun.nn.head import CHUNK, linear_cross_entropy
+from mfun.nn.layer import Ctx, Layer, Params, Values
+from mfun.nn.linear import column_linear, row_linear
+from mfun.nn.mlp import mlp
+from mfun.nn.norm import layer_norm, rms_norm
+from mfun.nn.rotary import rotary_table, rotate
+
+Head = Literal["loss", "logits"]
+
+
+def gpt(config: Config, head: Head = "loss") -> list[Layer]:
+    """The layers of a GPT, for this configuration's layout.
+
+    Args:
+        config: reads `model`, `parallel.tp`, `parallel.sequence_parallel`, and of `train` the
+            label smoothing and z-loss.
+        head: what the last layer gives: `loss`, a scalar `loss`: the sum over this rank's tokens
+            of mask times loss, in nats, I over tp; or `logits`: (b, s, v) `logits` of the whole
+            vocabulary without padding, I over tp.
+
+    Returns:
+        [embedding, block 0, .., head]. The first takes {}; each passes {"h": (b, s, d)} on.
+
+    Example:
+        >>> from mfun.config import load
+        >>> layers = gpt(load("tiny", ["model.layers=2"]))
+        >>> [layer.name for layer in layers]
+        ['embed', 'blocks.0', 'blocks.1', 'head']
+        >>> layers[1].specs["blocks"]["0"]["attn"]["out"].shape
+        (128, 4, 32)
+
+    Source: Radford et al. 2019 (GPT-2); Touvron et al. 2023 (arXiv 2302.13971) for rotary
+    positions, RMS norms and gated activations.
+    """
+    model = config.model
+    rotary = rotary_table(model, model.seq_len) if model.position == "rotary" else None
+    return [
+        Layer("embed", embedding_specs(config), partial(apply_embedding, config)),
+        *[
+            Layer(f"blocks.{i}", block_specs(config, i), partial(apply_block, config, i, rotary))
+            for i in range(model.layers)
+        ],
+        Layer("head", head_specs(config), partial(HEADS[head], config)),
+    ]
+
+
+def apply_embedding(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
+    """h = dropout(tokens[ids] + positions)."""
+    leaves, tokens_bs, tp = params["embed"], ctx.batch["tokens"], ctx.groups.tp
+    sequence_parallel = config.parallel.sequence_parallel
+    h_bsd = vocab_embedding(tokens_bs, leaves["tokens"], tp, sequence_parallel=sequence_parallel)
+    if "positions" in leaves:
+        h_bsd = h_bsd + position_embedding(
+            leaves["positions"],
+            tokens_bs.shape[1],
+            tp,
+            positions_bs=ctx.batch.get("positions"),
+            sequence_parallel=sequence_parallel,
+        )
+    return {"h": _drop_tokens(config, h_bsd, ctx, "embed")}
+
+
+def apply_block(
+    config: Config, i: int, rotary: Tensor | None, params: Params, x: Values, ctx: Ctx
+) -> Values:
+    """h = h + dropout(attention(norm1 h));  h = h + dropout(mlp(norm2 h))."""
+    block, h_bsd = params["blocks"][str(i)], x["h"]
+    a_bsd = _norm(config, block["norm1"], h_bsd)
+    a_bsd = _self_attention(config, i, rotary, block["attn"], a_bsd, ctx)
+    h_bsd = h_bsd + _drop_tokens(config, a_bsd, ctx, "blocks", i, "attn")
+    m_bsd = mlp(
+        block["mlp"],
+        _norm(config, block["norm2"], h_bsd),
+        ctx.groups.tp,
+        activation=config.model.activation,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+    return {"h": h_bsd + _drop_tokens(config, m_bsd, ctx, "blocks", i, "mlp")}
+
+
+def apply_loss(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
+    """The weighted sum of this rank's token losses."""
+    loss = linear_cross_entropy(
+        _norm(config, params["final_norm"], x["h"]),
+        _head_weight(config, params),
+        ctx.batch["labels"],
+        ctx.batch["mask"],
+        ctx.groups.tp,
+        vocab=config.model.vocab,
+        label_smoothing=config.train.label_smoothing,
+        z_loss=config.train.z_loss,
+        sequence_parallel=config.parallel.sequence_parallel,
+        chunk=CHUNK if ctx.derivatives == "first" else 0,
+    )
+    return {"loss": loss}
+
+
+def apply_logits(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
+    """Logits of the whole vocabulary on every rank, without padding."""
+    logits_bsv = column_linear(
+        _norm(config, params["final_norm"], x["h"]),
+        _head_weight(config, params),
+        None,
+        ctx.groups.tp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        gather_output=True,
+    )
+    return {"logits": logits_bsv[..., : config.model.vocab]}
+
+
+HEADS = {"loss": apply_loss, "logits": apply_logits}
+
+
+def _self_attention(
+    config: Config, i: int, rotary: Tensor | None, params: Params, x_bsd: Tensor, ctx: Ctx
+) -> Tensor:
+    tp, sequence_parallel = ctx.groups.tp, config.parallel.sequence_parallel
+    q, k, v = project_qkv(params, x_bsd, tp, sequence_parallel=sequence_parallel)
+    if config.model.qk_norm:
+        q = rms_norm(q, params["q_norm"], config.model.norm_eps)
+        k = rms_norm(k, params["k_norm"], config.model.norm_eps)
+    if rotary is not None:
+        q, k = (rotate(y, rotary, ctx.batch.get("positions")) for y in (q, k))
+    mask = attention_mask(
+        q.shape[1],
+        window=config.model.sliding_window,
+        documents_bs=ctx.batch.get("documents"),
+        device=q.device,
+    )
+    y_bshk = attention(
+        q, k, v, mask=mask, fused=ctx.derivatives == "first", drop=_drop_scores(config, i, ctx)
+    )
+    out, bias = params["out"].flatten(1), params.get("out_bias")
+    return row_linear(y_bshk.flatten(-2), out, bias, tp, sequence_parallel=sequence_parallel)
+
+
+def _drop_scores(config: Config, i: int, ctx: Ctx) -> Any:
+    """Dropout of one block's attention probabilities, or None."""
+    rate, key = config.model.dropout, ctx.fold("blocks", i, "attn_probs")
+    if key is None or rate == 0.0:
+        return None
+    sample_b, tp = ctx.batch["sample"], ctx.groups.tp
+    return lambda p_bhst: dropout(p_bhst, rate, key, score_grid(p_bhst, sample_b, tp))
+
+
+def _drop_tokens(config: Config, x_bsd: Tensor, ctx: Ctx, *place: str | int) -> Tensor:
+    """Dropout of activations, whole or a shard of the sequence."""
+    rate, key = config.model.dropout, ctx.fold(*place)
+    if key is None or rate == 0.0:
+        return x_bsd
+    cut = config.parallel.sequence_parallel
+    return dropout(x_bsd, rate, key, token_grid(x_bsd, ctx.batch["sample"], ctx.groups.tp, cut))
+
+
+def _norm(config: Config, params: Params, x: Tensor) -> Tensor:
+    eps = config.model.norm_eps
+    if config.model.norm == "rmsnorm":
+        return rms_norm(x, params["weight"], eps)
+    return layer_norm(x, params["weight"], params["bias"], eps)
+
+
+def _head_weight(config: Config, params: Params) -> Tensor:
+    return params["embed"]["tokens"] if config.model.tied else params["head"]["weight"]
