@@ -1,0 +1,118 @@
+"""Shrink a configuration to seconds of work while keeping everything a layout can get wrong.
+
+Kept: the mesh and its order, the pipeline schedule, uneven stages, every feature of the model, how
+heads, vocabulary and sequence divide (or do not), loss terms and optimizer. Made small: widths,
+depth, batch, and data-parallel copies beyond two when the world is large.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+from mfun.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, resolve
+from mfun.config import microbatch_sizes as microbatches_of
+
+LOCAL_RANKS = 8
+"""Most ranks that are started as processes; larger layouts are run in one process."""
+
+
+def shrink(config: Config, steps: int = 3) -> Config:
+    """The small twin of a resolved configuration, in float64.
+
+    Args:
+        config: resolved.
+        steps: updates to compare.
+
+    Returns:
+        A resolved configuration with the same layout and features.
+
+    Example:
+        >>> from mfun.config import load
+        >>> big = resolve(load("llama3-8b", ["parallel.tp=2", "parallel.pp=2"]), 4)
+        >>> small = shrink(big)
+        >>> small.model.layers, small.model.heads, small.model.kv_heads, small.parallel.pp
+        (4, 4, 2, 2)
+    """
+    parallel = _parallel(config.parallel)
+    layers, per_stage = _layers(config)
+    model = _model(config.model, config.parallel, layers)
+    parallel = attrs.evolve(parallel, layers_per_stage=per_stage)
+    small = attrs.evolve(
+        config,
+        model=model,
+        parallel=parallel,
+        precision=attrs.evolve(config.precision, policy="fp64"),
+        optim=_optim(config.optim, config.train, steps),
+        train=_train(config, parallel, steps),
+    )
+    return resolve(small, None)
+
+
+def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+    """The same mesh, with at most two data ranks where it is larger than this machine would start."""
+    world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
+    return attrs.evolve(parallel, dp=parallel.dp if world <= LOCAL_RANKS else min(parallel.dp, 2))
+
+
+def _layers(config: Config) -> tuple[int, tuple[int, ...]]:
+    """Depth and stages: at most two blocks a stage, unequal stages stay unequal."""
+    given, pp = config.parallel.layers_per_stage, config.parallel.pp
+    if not given:
+        uneven = config.model.layers % pp != 0
+        return min(config.model.layers, 2 * pp - (1 if uneven and pp > 1 else 0)), ()
+    most = max(given)
+    small = tuple(math.ceil(2 * n / most) for n in given) if most > 2 else given
+    return sum(small), small
+
+
+def _model(model: ModelConfig, parallel: ParallelConfig, layers: int) -> ModelConfig:
+    tp = parallel.tp
+    heads, kv = _heads(model.heads, model.kv, tp)
+    own_width = model.hidden != model.heads * model.head_size
+    seq = max(8, 2 * tp) if model.seq_len % tp == 0 else 2 * tp + 1
+    window = model.sliding_window
+    original = model.rope_original
+    return attrs.evolve(
+        model,
+        layers=layers,
+        heads=heads,
+        kv_heads=0 if model.kv == model.heads else kv,
+        head_dim=4 if own_width else 0,
+        hidden=heads * 4 + (2 if own_width else 0),
+        ffn=tp * 5 if model.ffn else 0,
+        vocab=min(model.vocab, 8 * tp + 16 + model.vocab % tp),
+        seq_len=seq,
+        sliding_window=0 if not window else max(2, min(window, seq // 2 + 1)),
+        rope_original=0 if not original else max(2, round(seq * original / model.seq_len)),
+    )
+
+
+def _heads(heads: int, kv: int, tp: int) -> tuple[int, int]:
+    """The fewest heads with the same relation of heads, kv heads and tp."""
+    if kv == heads:
+        small = tp if tp > 1 else 2
+        return small, small
+    if kv % tp == 0:
+        small_kv = tp if tp > 1 or kv == 1 else 2
+        return small_kv * 2, small_kv
+    return max(math.lcm(tp, kv), 2 * kv), kv
+
+
+def _optim(optim: OptimConfig, train: TrainConfig, steps: int) -> OptimConfig:
+    """Warm-up and decay squeezed into the compared steps."""
+    warmup = min(optim.warmup, 1)
+    end = optim.decay_steps and max(warmup + 1, round(steps * optim.decay_steps / train.steps))
+    return attrs.evolve(optim, warmup=warmup, decay_steps=end)
+
+
+def _train(config: Config, parallel: ParallelConfig, steps: int) -> TrainConfig:
+    """Two samples a microbatch (one more in the first where they are unequal), at most five."""
+    count = min(config.train.microbatches, 5)
+    sizes = microbatches_of(config)
+    uneven = len(set(sizes)) > 1
+    per_rank = count * (2 if min(sizes) > 1 else 1) + (1 if uneven and count > 1 else 0)
+    return attrs.evolve(
+        config.train, steps=steps, microbatches=count, global_batch=per_rank * parallel.dp
+    )
