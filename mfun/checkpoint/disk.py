@@ -1,0 +1,67 @@
+"""The few operations on files that saving is made of; a test can cut in before each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from hashlib import blake2b, file_digest
+from pathlib import Path
+
+import attrs
+
+
+def _go_on(operation: str, path: Path) -> None:
+    """Nothing happens before an operation."""
+
+
+@attrs.frozen
+class Disk:
+    """Writing that survives a power cut: what was synced is there, a rename is all or nothing.
+
+    Args:
+        before: called with an operation's name and path before it; a test raises in it to stop a
+            save at any point, as a kill would.
+    """
+
+    before: Callable[[str, Path], None] = _go_on
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder that does not exist, and those above it."""
+        self.before("make", path)
+        path.mkdir(parents=True)
+
+    def write(self, path: Path, writer: Callable[[Path], object]) -> None:
+        """Let `writer` write a file, then bring it to the disk."""
+        self.before("write", path)
+        writer(path)
+        self.sync(path)
+
+    def sync(self, path: Path) -> None:
+        """Wait until a file or a folder's list of names is on the disk."""
+        self.before("sync", path)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Move within one folder: at any moment exactly one of the two names exists."""
+        self.before("rename", old)
+        old.rename(new)
+        self.sync(new.parent)
+
+    def remove(self, path: Path) -> None:
+        """Delete a file, or a folder with all in it."""
+        self.before("remove", path)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def hash_file(path: Path) -> str:
+    """blake2b of a file's bytes, 32 hexadecimal digits."""
+    with path.open("rb") as file:
+        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()

@@ -1,0 +1,98 @@
+"""The folder of checkpoints: names, which are whole, what a broken-off save left, how many to keep.
+
+checkpoints/step-00000100/        whole: it got this name after all of it was on the disk
+checkpoints/.tmp-step-00000200/   being written or deleted: ignored, removed by the next save
+checkpoints/.old-step-00000100/   being replaced by a new save of its step: counts until then
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mfun.checkpoint.disk import Disk
+from mfun.checkpoint.index import CheckpointError, read_index
+
+_NAME = re.compile(r"(?:\.old-)?step-(\d{8,})")
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    """Where a run keeps the checkpoint of a step.
+
+    Example:
+        >>> step_folder(Path("run"), 12).as_posix()
+        'run/checkpoints/step-00000012'
+    """
+    return Path(run_dir) / "checkpoints" / f"step-{step:08d}"
+
+
+def temporary(folder: Path) -> Path:
+    """The name under which a checkpoint is written, or taken away."""
+    return folder.with_name(f".tmp-{folder.name}")
+
+
+def replaced(folder: Path) -> Path:
+    """The name a checkpoint keeps while a new one of the same step takes its place."""
+    return folder.with_name(f".old-{folder.name}")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the index is intact and every file has its size; the hashes are read at loading."""
+    try:
+        files = read_index(folder).files
+        return all((folder / name).stat().st_size == file.bytes for name, file in files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def saved(run_dir: Path) -> dict[int, Path]:
+    """All whole checkpoints of a run by step, ascending."""
+    root = Path(run_dir) / "checkpoints"
+    found: dict[int, Path] = {}
+    for folder in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():
+        match = _NAME.fullmatch(folder.name)  # step-* sorts after .old-*, so it is met first
+        if match and int(match[1]) not in found and is_whole(folder):
+            found[int(match[1])] = folder
+    return dict(sorted(found.items()))
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The newest whole checkpoint of a run, None if it has none."""
+    found = saved(run_dir)
+    return found[max(found)] if found else None
+
+
+def clean(run_dir: Path, disk: Disk) -> None:
+    """Remove what broken-off saves left; put back a checkpoint that was about to be replaced."""
+    root = Path(run_dir) / "checkpoints"
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if folder.name.startswith(".tmp-step-"):
+            disk.remove(folder)
+        elif folder.name.startswith(".old-step-"):
+            _restore(folder, folder.with_name(folder.name.removeprefix(".old-")), disk)
+
+
+def _restore(old: Path, folder: Path, disk: Disk) -> None:
+    if is_whole(folder):
+        disk.remove(old)
+        return
+    if folder.exists():
+        disk.remove(folder)
+    disk.rename(old, folder)
+
+
+def put(written: Path, folder: Path, disk: Disk) -> None:
+    """Give a fully written folder its name; one that has the name already is replaced."""
+    if folder.exists():
+        disk.rename(folder, replaced(folder))
+    disk.rename(written, folder)
+    if replaced(folder).exists():
+        disk.remove(replaced(folder))
+
+
+def retain(run_dir: Path, keep: int, just_saved: int, disk: Disk) -> None:
+    """Delete all but the `keep` newest checkpoints (0: none); the one just saved always stays."""
+    for step, folder in list(saved(run_dir).items())[:-keep] if keep else ():
+        if step != just_saved:
+            disk.rename(folder, temporary(folder))
+            disk.remove(temporary(folder))
