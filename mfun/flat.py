@@ -64,7 +64,7 @@ class Bucket:
 
 
 class Piece(NamedTuple):
-    """Part of a leaf in a shard: [start, stop) of the bucket's elements, [offset, end) of its own."""
+    """Part of a leaf in a shard: [start, stop) in the bucket is [offset, end) in the leaf."""
 
     path: str
     start: int
