@@ -315,7 +315,6 @@ def test_configs_are_frozen_and_hashable() -> None:
         ("parallel.chunks=2", "parallel.chunks is 2|not built"),
         ("parallel.sharding=optim", "parallel.sharding is optim|not built"),
         ("parallel.overlap=true", "parallel.overlap is true|not built"),
-        ("parallel.recompute=full", "parallel.recompute is full|not built"),
         ("precision.policy=bf16", "precision.policy is bf16|fp32 or fp64"),
         ("precision.policy=fp16", "precision.policy is fp16|not built"),
     ],

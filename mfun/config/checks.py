@@ -43,7 +43,6 @@ def _unbuilt(config: Config) -> Iterator[str]:
         ("parallel.chunks", parallel.chunks, 1, "several chunks a stage"),
         ("parallel.sharding", parallel.sharding, "no_shard", "sharding over dp"),
         ("parallel.overlap", parallel.overlap, False, "overlapped communication"),
-        ("parallel.recompute", parallel.recompute, "none", "recomputation"),
         ("precision.policy", config.precision.policy, ("fp32", "fp64"), "16-bit training"),
     ]
     for key, value, built, what in rows:
