@@ -1,0 +1,96 @@
+"""The optimizer that a configuration asks for."""
+
+from __future__ import annotations
+
+from mfun.config import OptimConfig
+from mfun.optim.adam import adamw
+from mfun.optim.clip import clip_by_global_norm
+from mfun.optim.decay import DecayMask
+from mfun.optim.schedule import Schedule, constant, cosine, inverse_sqrt, linear, wsd
+from mfun.optim.sgd import sgd
+from mfun.optim.transform import State, Transform, named_chain, state_scalars
+
+
+def build(config: OptimConfig, steps: int, decay_mask: DecayMask | None) -> Transform:
+    """The terminal transform of a configuration: a chain of clipping and the optimizer.
+
+    Args:
+      config: the section `optim`.
+      steps: updates of the run, the end of the schedule where `optim.decay_steps` is 0.
+      decay_mask: path -> whether the leaf decays; None decays all.
+    Returns: a terminal transform. Its state has the names "clip" (absent when `optim.clip` is 0)
+      and "adamw" or "sgd"; `learning_rate` reads from it.
+    Example:
+      >>> import torch
+      >>> opt = build(OptimConfig(lr=0.1, warmup=2), steps=10, decay_mask=None)
+      >>> params = {"w": torch.ones(2)}
+      >>> state = opt.init(params)
+      >>> gradient = {"w": torch.tensor([3.0, 4.0])}
+      >>> params, state = opt.update(gradient, state, params, norm=torch.tensor(5.0))
+      >>> list(state), learning_rate(state), state["clip"]["coefficient"]
+      (['clip', 'adamw'], 0.05, tensor(0.2000))
+    """
+    rate = build_schedule(config, steps)
+    blocks = {"clip": clip_by_global_norm(config.clip)} if config.clip else {}
+    if config.name == "adamw":
+        betas = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+        decay = {"weight_decay": config.weight_decay, "decay_mask": decay_mask}
+        blocks["adamw"] = adamw(rate, **betas, **decay)
+    elif config.name == "sgd":
+        blocks["sgd"] = sgd(
+            rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            decay_mask=decay_mask,
+        )
+    else:
+        raise ValueError(f"optim.name: {config.name!r} is not adamw or sgd")
+    return named_chain(**blocks)
+
+
+def build_schedule(config: OptimConfig, steps: int) -> Schedule:
+    """The learning-rate schedule of a configuration.
+
+    Args:
+      config: the section `optim`. The wsd schedule falls over the last `optim.wsd_decay` of the
+        steps, rounded, and at least one.
+      steps: updates of the run, the end of the schedule where `optim.decay_steps` is 0.
+    Returns: number of the update, from 1 -> learning rate.
+    Example:
+      >>> build_schedule(OptimConfig(lr=1.0, schedule="linear", warmup=2), steps=10)(6)
+      0.5
+    """
+    end = config.decay_steps or steps
+    floor, warmup = config.min_lr, config.warmup
+    match config.schedule:
+        case "constant":
+            return constant(config.lr, warmup=warmup)
+        case "linear":
+            return linear(config.lr, end, min_lr=floor, warmup=warmup)
+        case "cosine":
+            return cosine(config.lr, end, min_lr=floor, warmup=warmup)
+        case "inverse_sqrt":
+            return inverse_sqrt(config.lr, warmup=warmup, min_lr=floor, decay_steps=end)
+        case "wsd":
+            fall = max(1, round(config.wsd_decay * end))
+            return wsd(config.lr, end, fall, min_lr=floor, warmup=warmup)
+
+
+def learning_rate(state: State) -> float:
+    """The learning rate that the last update used, read out of an optimizer's state.
+
+    Args:
+      state: of a chain that holds one `adamw`, `sgd` or `scale_by_learning_rate`.
+    Returns: a float; 0.0 before the first update.
+    Raises: ValueError if the state holds no learning rate, or several.
+    Example:
+      >>> learning_rate({"sgd": {"schedule": {"count": 3, "lr": 0.25}}})
+      0.25
+    """
+    rates = {p: x for p, x in state_scalars(state).items() if p.split(".")[-1] == "lr"}
+    if len(rates) != 1:
+        raise ValueError(
+            f"learning_rate: the state holds {len(rates)} learning rates ({list(rates)}), not one; "
+            "read the one you mean by its path"
+        )
+    return float(next(iter(rates.values())))
