@@ -31,7 +31,8 @@ def learning_rate(settings: Settings, n: int) -> float:
     Up to `warmup` it is lr n / warmup. After that, with t the fraction of [warmup, decay_steps]
     that has passed: constant lr; linear lr + (min - lr) t; cosine
     min + (lr - min) (1 + cos(pi t)) / 2; inverse_sqrt lr sqrt(max(warmup, 1) / n), never below
-    min and with no end; wsd lr, then linear to min over the last `wsd_decay` of decay_steps.
+    min and with no end; wsd lr, then linear to min over the last `wsd_decay` of
+    decay_steps (whole updates, at least one).
     From decay_steps on, linear, cosine and wsd stay at min.
     """
     optim = complete(settings)["optim"]
@@ -46,7 +47,7 @@ def learning_rate(settings: Settings, n: int) -> float:
     if n >= end:
         return low
     if kind == "wsd":
-        start = end * (1.0 - optim["wsd_decay"])
+        start = end - max(1, round(end * optim["wsd_decay"]))
         return high if n <= start else high + (low - high) * (n - start) / (end - start)
     t = (n - warmup) / (end - warmup)
     if kind == "linear":
@@ -72,19 +73,23 @@ def clip(grads: Params, norm: Tensor, limit: float) -> dict[str, Tensor]:
     return {path: g * scale for path, g in grads.items()}
 
 
-def adamw(optim: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Tensor], n: int) -> Tensor:
+def adamw(
+    optim: dict[str, Any], p: Tensor, g: Tensor, decay: float, state: dict[str, Tensor], n: int
+) -> Tensor:
     """The direction of update n: bias-corrected first moment over root of the second."""
     b1, b2 = optim["b1"], optim["b2"]
     state["m"] = b1 * state.get("m", torch.zeros_like(p)) + (1.0 - b1) * g
     state["v"] = b2 * state.get("v", torch.zeros_like(p)) + (1.0 - b2) * g * g
     m_hat, v_hat = state["m"] / (1.0 - b1**n), state["v"] / (1.0 - b2**n)
-    return m_hat / (torch.sqrt(v_hat) + optim["eps"])
+    return m_hat / (torch.sqrt(v_hat) + optim["eps"]) + decay * p
 
 
-def sgd(optim: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Tensor], n: int) -> Tensor:
+def sgd(
+    optim: dict[str, Any], p: Tensor, g: Tensor, decay: float, state: dict[str, Tensor], n: int
+) -> Tensor:
     """The direction of update n: a sum of past gradients, each older one times momentum."""
     del n
-    state["m"] = optim["momentum"] * state.get("m", torch.zeros_like(p)) + g
+    state["m"] = optim["momentum"] * state.get("m", torch.zeros_like(p)) + g + decay * p
     return state["m"]
 
 
@@ -97,7 +102,9 @@ def train(
     params: Params | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> History:
-    """Train by p <- p - lr (direction + weight_decay p), decay on matrices and embeddings only.
+    """Train by p <- p - lr direction, with weight decay on matrices and embeddings only.
+
+    AdamW adds the decay to the direction (decoupled), SGD to the gradient, as torch.optim does.
 
     Args:
         settings: nested dict; see `complete`.
@@ -116,9 +123,9 @@ def train(
         first = result.grads if t == 0 else first
         for path, g in clip(result.grads, norm, optim["clip"]).items():
             p = weights[path]
-            direction = RULES[optim["name"]](optim, p, g, state[path], t + 1)
             decay = optim["weight_decay"] if decayed(path) else 0.0
-            weights[path] = p - lr * (direction + decay * p)
+            direction = RULES[optim["name"]](optim, p, g, decay, state[path], t + 1)
+            weights[path] = p - lr * direction
         losses.append(float(result.loss))
         norms.append(float(norm))
         rates.append(lr)
