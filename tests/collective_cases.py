@@ -22,9 +22,7 @@ from mfun.comm import DUALS, Axis, Groups
 from mfun.mesh import AxisLike, Factor, Mesh
 from mfun.spec import P
 
-Arrays = list[np.ndarray]
-
-DEFINITIONS: dict[str, Callable[..., Arrays]] = {
+DEFINITIONS: dict[str, Callable[..., Any]] = {
     "copy": lambda xs: xs,
     "reduce": lambda xs: [sum(xs)] * len(xs),
     "all_reduce": lambda xs: [sum(xs)] * len(xs),
