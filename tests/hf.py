@@ -229,6 +229,9 @@ CASES: dict[str, Callable[[], HFCase]] = {
     "llama_llama3_wide": lambda: _scaled(64, 16, **LLAMA3),
     "llama_yarn": lambda: _scaled(64, 16, **YARN, factor=2.0),
     "llama_yarn_betas": lambda: _scaled(64, 16, **YARN, factor=2.0, beta_fast=2.0, beta_slow=0.25),
+    "llama_yarn_clamped": lambda: _scaled(
+        64, 4, **YARN, factor=2.0, rope_theta=10.0, beta_slow=0.25
+    ),
     "llama_yarn_flat": lambda: _scaled(16, 4, **YARN, factor=8.0, beta_fast=64.0, beta_slow=32.0),
     "qwen2": lambda: _llama_like(
         "qwen2", transformers.Qwen2Config, transformers.Qwen2ForCausalLM, settings={"bias": "qkv"}
