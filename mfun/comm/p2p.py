@@ -2,7 +2,7 @@
 
 A message is a set of named tensors with a tag (kind, microbatch, receiving virtual stage). Every
 message carries its tag, and the receiver compares it: a swapped microbatch is an error, not a wrong
-number. Shapes are told once per (kind, receiver, `sizes`): the first message is preceded by a
+number. Shapes are told once per (kind, receiver, size): the first message is preceded by a
 description in JSON, later ones are not. A sent tensor is kept until its send was waited for.
 """
 
@@ -72,15 +72,15 @@ class Transport:
         self._sent: list[tuple[Any, list[Tensor]]] = []
 
     def post(
-        self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
+        self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Sequence[Any]
     ) -> None:
         """Start all messages of a batch together.
 
         Args:
             batch: the ops.
             outgoing: the tensors of each `Send`; not to be written to before `drain`.
-            sizes: identifies the shapes: messages of equal (kind, receiver, sizes) have equal
-                shapes.
+            sizes: for each microbatch, what identifies its shapes: messages of equal (kind,
+                receiver, size) have equal shapes.
         """
         self._reap()
         self._exchange_descriptions(batch, outgoing, sizes)
@@ -91,7 +91,7 @@ class Transport:
                 tensors = [x.contiguous() for x in outgoing[op].values()]
                 start, header = dist.isend, _header(op, self._device)
             else:
-                shapes = self._shapes[(op.kind, op.to, sizes)]
+                shapes = self._shapes[op.kind, op.to, sizes[op.mb]]
                 message = empty_like_description(shapes, self._device)
                 start, header = dist.irecv, torch.empty(3, dtype=torch.int64, device=self._device)
                 tensors = list(message.values())
@@ -115,18 +115,18 @@ class Transport:
                 self._sent.extend((work, tensors) for work in mine)
 
     def _exchange_descriptions(
-        self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
+        self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Sequence[Any]
     ) -> None:
         """Tell and learn shapes not met before; sends first, so that no stages wait in a circle."""
         for op in batch:
-            key = (op.kind, op.to, sizes)
+            key = (op.kind, op.to, sizes[op.mb])
             if isinstance(op, Send) and key not in self._told:
                 self._told.add(key)
                 text = describe(outgoing[op]).to(self._device)
                 work = dist.isend(text, self._ranks[op.peer], group=self._group)
                 self._sent.append((work, [text]))
         for op in batch:
-            key = (op.kind, op.to, sizes)
+            key = (op.kind, op.to, sizes[op.mb])
             if isinstance(op, Recv) and key not in self._shapes:
                 text = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=self._device)
                 dist.recv(text, self._ranks[op.peer], group=self._group)
