@@ -38,12 +38,15 @@ PRESETS: dict[str, Config] = {
             seq_len=1024,
             dropout=0.1,
             activation="gelu_tanh",
+            bias="all",
         ),
         optim=OptimConfig(lr=6e-4, min_lr=6e-5, schedule="cosine", warmup=2000),
         train=TrainConfig(steps=100_000, global_batch=512, microbatches=64, eval_every=1000),
     ),
     "megatron-2.8b": _large(
-        ModelConfig(layers=12, hidden=4096, heads=8, vocab=50257, seq_len=1024, tied=False),
+        ModelConfig(
+            layers=12, hidden=4096, heads=8, vocab=50257, seq_len=1024, tied=False, bias="all"
+        ),
         batch=512,
         tp=2,
         pp=2,

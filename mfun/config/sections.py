@@ -82,7 +82,7 @@ class ModelConfig:
     norm: Norm = choice("layernorm", Norm)
     norm_eps: float = real(1e-5, open_=True)
     activation: Activation = choice("gelu", Activation)
-    bias: Bias = choice("all", Bias)
+    bias: Bias = choice("none", Bias)
     qk_norm: bool = flag(False)
     sliding_window: int = whole(0)
     init_std: float = real(0.02, open_=True)
