@@ -273,7 +273,9 @@ def test_clip_by_hand() -> None:
     """(3, 4) at norm 5 clipped to 1 is (.6, .8) up to the 1e-6; below the bound nothing moves."""
     clip = clip_by_global_norm(1.0)
     g = {"w": torch.tensor([3.0, 4.0], dtype=torch.float64)}
-    out, state = clip.update(g, clip.init(g), g, norm=torch.tensor(5.0, dtype=torch.float64))
+    given = torch.tensor(5.0, dtype=torch.float64)
+    out, state = clip.update(g, clip.init(g), g, norm=given)
+    given.zero_()  # a caller may use its buffer again: the state keeps its own
     assert torch.equal(out["w"], g["w"] * (1.0 / 5.000001))
     assert state["norm"] == 5.0 and state["coefficient"] == 1 / 5.000001
     for norm in (0.0, 0.5, 0.999):
