@@ -280,6 +280,8 @@ def test_foreign_and_missing_ops_are_refused():
         check([list(none(0, 1, 3))], microbatches=4)
     with pytest.raises(ScheduleError, match="never runs B0"):
         check([[F(0)]])
+    with pytest.raises(ScheduleError, match="stage 1: the stream ends, but never uses act9>1"):
+        check(edited(GOOD, 1, [*GOOD[1], Recv(9, 1, "act", 0)]))
 
 
 def test_a_schedule_above_its_bound_is_refused():
