@@ -171,7 +171,7 @@ def replicas_apart(
 def diagnose(
     plan: Plan, path: str, spec: ParamSpec, results: Sequence[RankResult], want: Tensor
 ) -> str:
-    """The likely cause of a wrong gradient: a sum that is missing, doubled, or divided too often."""
+    """The likely cause of a wrong gradient: a sum missing, doubled, or divided too often."""
     holders = [r for r in results if path in r.grads]
     have = unshard_leaf([(r.coords, r.grads[path]) for r in holders], spec, plan.mesh)
     row = plan.table[path]

@@ -51,7 +51,7 @@ def shrink(config: Config, steps: int = 3) -> Config:
 
 
 def _parallel(parallel: ParallelConfig) -> ParallelConfig:
-    """The same mesh, with at most two data ranks where it is larger than this machine would start."""
+    """The same mesh, with at most two data ranks where it is too large to start here."""
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     return attrs.evolve(parallel, dp=parallel.dp if world <= LOCAL_RANKS else min(parallel.dp, 2))
 
