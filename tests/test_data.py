@@ -139,6 +139,14 @@ def test_hash_sees_every_change_and_says_what_changed():
         assert before.hash in str(caught.value) and after.hash in str(caught.value)
 
 
+def test_hash_sees_where_names_end():
+    """The same bytes in a row, cut otherwise into as many names and contents, hash otherwise."""
+    one = data.join([("a", b"bcd"), ("ef", b"g")])
+    two = data.join([("ab", b"cd"), ("e", b"fg")])
+    assert one.hash.split("-")[1:] == two.hash.split("-")[1:] == ["2", "4"]
+    assert one.hash != two.hash
+
+
 @given(docs=documents, fraction=st.floats(0, 0.99), at_least=st.integers(1, 30))
 def test_split_keeps_every_token_once(docs, fraction, at_least):
     """The parts hold each document once; both are non-empty from two documents on."""

@@ -12,9 +12,8 @@ from math import isqrt
 
 import numpy as np
 
-_DIGESTS = (
-    3  # of eight rounds each: with 8 rounds the orders of five windows are uneven, with 16 even
-)
+# Eight rounds a digest: the orders of five windows are uneven with 8 rounds and even from 16 on.
+_DIGESTS = 3
 
 
 def order(samples: np.ndarray, windows: int, seed: int | None) -> np.ndarray:
