@@ -105,7 +105,7 @@ def peer_step(name: str, case: Case, sizes: dict[str, int], tokens: Any, labels:
 
 def worker(name: str, who: str, steps: int, sizes: dict[str, int]) -> dict[str, Any]:
     """Time steps on this rank: {"ms": [...], "rss": bytes, "loss": last}."""
-    from mfun.train.launch import tune_malloc
+    from mfun.train.ranks import tune_malloc
 
     case = CASES[name]
     if os.environ.get("MFUN_BENCH_MALLOC", "1") == "1":
