@@ -34,9 +34,9 @@ LAYER = {
     "plan": 6,
     "cli": 7,
     "__main__": 8,
-    "__init__": 8,
+    "__init__": 7,
 }
-"""Design: each part of the package and how high it stands; the package itself is on top."""
+"""Design: each part of the package and how high it stands; the public names stand beside the command line."""
 
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
