@@ -36,7 +36,7 @@ LAYER = {
     "__main__": 8,
     "__init__": 7,
 }
-"""Design: each part of the package and how high it stands; the public names stand beside the command line."""
+"""Each part of the package and how high it stands; the public names beside the command line."""
 
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
