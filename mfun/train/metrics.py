@@ -1,7 +1,7 @@
 """A run's `metrics.jsonl`: one JSON object a line, added to as the run goes; and its plot.
 
-A training line has step, loss, grad_norm, lr, tokens, tokens_per_s, step_ms; a line with `val_loss`
-(alone or beside them) is a validation. Losses are in nats a token, which is a byte.
+A line has step, loss, grad_norm, lr, tokens, tokens_per_s, step_ms. Validation losses have lines of
+their own in `validation.jsonl`: step, val_loss. Losses are in nats a token, which is a byte.
 """
 
 from __future__ import annotations
@@ -26,21 +26,25 @@ class PlotUnavailable(RuntimeError):
     """Matplotlib, an optional extra, is not installed; the message is the one-line hint."""
 
 
-def metrics_file(run_dir: Path) -> Path:
+TRAINING, VALIDATION = "metrics.jsonl", "validation.jsonl"
+
+
+def metrics_file(run_dir: Path, name: str = TRAINING) -> Path:
     """Where a run keeps its metrics."""
-    return Path(run_dir) / "metrics.jsonl"
+    return Path(run_dir) / name
 
 
-def append(run_dir: Path, row: Mapping[str, Any]) -> None:
+def append(run_dir: Path, row: Mapping[str, Any], name: str = TRAINING) -> None:
     """Add one line, in a single write, so that a kill can tear only the last line.
 
     Args:
         row: `step` and any of the others: numbers, text, booleans, None; NaN and infinities too.
+        name: of the file.
 
     Raises: MetricsError naming the key of a value that JSON does not have.
     """
     line = json.dumps({key: _to_json(key, value) for key, value in row.items()}) + "\n"
-    handle = os.open(metrics_file(run_dir), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    handle = os.open(metrics_file(run_dir, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         written = os.write(handle, line.encode())
     finally:
@@ -59,12 +63,12 @@ def _to_json(key: str, value: Any) -> Any:
     )
 
 
-def read(run_dir: Path) -> list[Row]:
+def read(run_dir: Path, name: str = TRAINING) -> list[Row]:
     """All lines of a run in order, without a torn last one.
 
     Raises: MetricsError if the file is missing, or a line before the last is not a JSON object.
     """
-    path = metrics_file(run_dir)
+    path = metrics_file(run_dir, name)
     if not path.is_file():
         raise MetricsError(f"{path} does not exist: it is written by `mfun train`")
     *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -86,12 +90,16 @@ def _parse(line: str, path: Path, number: int) -> Row:
 def truncate(run_dir: Path, step: int) -> None:
     """Drop the lines of steps after `step`, and a torn last one, before a run is resumed there.
 
-    The file is replaced whole: stopped at any moment it is the old or the new one.
+    A file is replaced whole: stopped at any moment it is the old or the new one.
     """
-    path = metrics_file(run_dir)
-    if not path.exists():
-        return
-    kept = [row for row in read(run_dir) if row.get("step", 0) <= step]
+    for name in (TRAINING, VALIDATION):
+        if metrics_file(run_dir, name).exists():
+            _truncate(run_dir, step, name)
+
+
+def _truncate(run_dir: Path, step: int, name: str) -> None:
+    path = metrics_file(run_dir, name)
+    kept = [row for row in read(run_dir, name) if row.get("step", 0) <= step]
     draft = path.with_name(f".tmp-{path.name}")
     draft.unlink(missing_ok=True)
     with draft.open("w", encoding="utf-8") as file:
@@ -119,6 +127,7 @@ def plot(run_dir: Path) -> Path:
             'no loss plot: it needs matplotlib, pip install "mfun[plot]"'
         ) from error
     rows = read(run_dir)
+    rows += read(run_dir, VALIDATION) if metrics_file(run_dir, VALIDATION).exists() else []
     training, validation = _curve(rows, "loss"), _curve(rows, "val_loss")
     if not training and not validation:
         raise MetricsError(f"{metrics_file(run_dir)} has no finite loss to plot")

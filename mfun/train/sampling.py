@@ -1,0 +1,160 @@
+"""Text from a trained run: its newest checkpoint gathered on one device, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import attrs
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mfun import checkpoint, data, rng, tree
+from mfun.checkpoint import CheckpointError, Entry
+from mfun.comm import ProcessWorld, finish, single_groups
+from mfun.config import Config, DataConfig, ParallelConfig, from_toml
+from mfun.train.lifecycle import RunError, find_run
+from mfun.train.plan import plan
+from mfun.train.step import State, Trainer
+
+
+@attrs.frozen(eq=False)
+class Model:
+    """A run's model on one device.
+
+    Args:
+        config: the run's, with a layout of one rank.
+        trainer: with a head that gives logits.
+        state: the checkpoint's parameters.
+    """
+
+    config: Config
+    trainer: Trainer
+    state: State
+
+    def logits(self, tokens_s: Tensor) -> Tensor:
+        """Logits of what follows the last of some tokens, (v,) float64."""
+        tokens_bs = tokens_s[-self.config.model.seq_len :].unsqueeze(0)
+        batch = {
+            "tokens": tokens_bs,
+            "labels": tokens_bs,
+            "mask": torch.ones(tokens_bs.shape),
+            "sample": torch.zeros(1, dtype=torch.int64),
+        }
+        (logits_bsv,) = finish(self.trainer.logits(self.state, [batch]))
+        return logits_bsv[0, -1].double()
+
+
+def open_model(run_dir: Path) -> Model:
+    """The newest whole checkpoint of a run, whatever its layout, on the CPU.
+
+    Raises:
+        RunError: the folder holds no run, or no checkpoint yet.
+        CheckpointError: the checkpoint's pieces do not make a whole model.
+    """
+    find_run(run_dir)
+    folder = checkpoint.latest(run_dir)
+    if folder is None:
+        raise RunError(
+            f"{run_dir} has no whole checkpoint yet; train longer, or lower train.checkpoint_every"
+        )
+    index = checkpoint.read_index(folder)
+    config = attrs.evolve(
+        from_toml(index.config, str(folder)), parallel=ParallelConfig(dp=1), data=DataConfig()
+    )
+    layout = plan(config, head="logits")
+    wanted = tree.flatten(layout.stages[0].specs)
+    params = {path: whole(folder, index.tensors, f"params.{path}") for path in wanted}
+    wrong = [p for p, spec in wanted.items() if tuple(params[p].shape) != spec.shape]
+    if wrong:
+        raise CheckpointError(f"{folder}: {', '.join(wrong)} have other shapes than the model's")
+    world = ProcessWorld(single_groups())
+    return Model(config, Trainer(layout, world), State(index.step, tree.unflatten(params), {}))
+
+
+def whole(folder: Path, tensors: Mapping[str, tuple[Entry, ...]], name: str) -> Tensor:
+    """A tensor put together from the pieces that ranks wrote; padding is left out.
+
+    Raises: CheckpointError if a piece is missing.
+    """
+    entries = tensors.get(name, ())
+    if not entries:
+        raise CheckpointError(f"{folder} does not hold {name}")
+    shape = entries[0].global_shape
+    out = torch.empty(shape, dtype=getattr(torch, entries[0].dtype))
+    seen = torch.zeros(shape, dtype=torch.bool)
+    for entry in entries:
+        ends = [
+            min(a + n, full) for a, n, full in zip(entry.start, entry.shape, shape, strict=True)
+        ]
+        box = tuple(slice(a, b) for a, b in zip(entry.start, ends, strict=True))
+        with safe_open(folder / entry.file, framework="pt") as file:
+            piece = file.get_tensor(name)
+        out[box] = piece[tuple(slice(0, s.stop - s.start) for s in box)]
+        seen[box] = True
+    if not bool(seen.all()):
+        raise CheckpointError(f"{folder}: the pieces of {name} do not cover it")
+    return out
+
+
+def generate(
+    model: Model,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Token ids that follow a prompt, each drawn from softmax(logits / temperature).
+
+    Args:
+        model: from `open_model`.
+        prompt: text before them; a newline if empty.
+        tokens: how many.
+        temperature: 0 takes the likeliest.
+        top_k: draw among so many of the likeliest; 0 among all.
+        seed: the same numbers give the same text.
+    """
+    ids = data.encode(prompt or "\n")
+    usable = min(model.config.model.vocab, data.VOCAB)
+    if int(ids.max()) >= usable:
+        raise RunError(
+            f"the prompt has byte {int(ids.max())} and the run's model.vocab is {usable}; "
+            "leave that character out"
+        )
+    for number in range(tokens):
+        token = draw(model.logits(ids)[:usable], temperature, top_k, _uniform(seed, number))
+        yield token
+        ids = torch.cat([ids, torch.tensor([token])])
+
+
+def _uniform(seed: int, number: int) -> float:
+    grid = rng.Grid.whole((1,))
+    return float(rng.uniform(rng.key(seed, "sample", number), grid, dtype=torch.float64))
+
+
+def draw(logits_v: Tensor, temperature: float, top_k: int, u: float) -> int:
+    """The token whose share of the probability holds u.
+
+    Args:
+        logits_v: (v,).
+        temperature: divides the logits; 0 takes the largest.
+        top_k: likeliest tokens to draw among, 0 for all.
+        u: in [0, 1).
+
+    Example:
+        >>> draw(torch.tensor([0.0, 1.0, 0.5]), 0.0, 0, 0.9)
+        1
+        >>> draw(torch.tensor([0.5, 0.25, 0.25]).log(), 1.0, 0, 0.6)
+        1
+    """
+    if temperature == 0:
+        return int(logits_v.argmax())
+    if 0 < top_k < logits_v.numel():
+        least = logits_v.topk(top_k).values[-1]
+        logits_v = logits_v.masked_fill(logits_v < least, float("-inf"))
+    shares_v = (logits_v / temperature).softmax(-1).cumsum(-1)
+    at = int(torch.searchsorted(shares_v, u * float(shares_v[-1]), right=True))
+    return min(at, logits_v.numel() - 1)
