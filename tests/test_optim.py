@@ -447,6 +447,14 @@ def test_restore_names_every_fault() -> None:
         restore_state(state, tensors, scalars)
 
 
+def test_restored_norms_keep_their_rank_dims() -> None:
+    """A reported norm per rank, which `init` cannot shape, is restored as it was saved."""
+    opt, params = named_chain(clip=clip_by_global_norm(1.0)), {"w": torch.ones(3, 2)}
+    _, state = opt.update(params, opt.init(params), params, norm=torch.tensor([1.0, 2.0, 4.0]))
+    again = restore_state(opt.init(params), state_tensors(state), state_scalars(state))
+    assert again["clip"]["norm"].tolist() == [1.0, 2.0, 4.0]
+
+
 def test_learning_rate_must_be_one() -> None:
     """A state with no rate or two has no answer, and says where it looked."""
     with pytest.raises(ValueError, match="holds 0 learning rates"):
