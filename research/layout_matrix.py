@@ -39,7 +39,9 @@ def layouts(ranks: int) -> list[tuple[int, int, int, bool]]:
     """(tp, dp, pp, sequence parallel) with tp * dp * pp = ranks."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     found = [x for x in itertools.product(sizes, repeat=3) if x[0] * x[1] * x[2] == ranks]
-    return [(tp, dp, pp, sp) for tp, dp, pp in found for sp in ([False, True] if tp > 1 else [False])]
+    return [
+        (tp, dp, pp, sp) for tp, dp, pp in found for sp in ([False, True] if tp > 1 else [False])
+    ]
 
 
 def measure(layout: tuple[int, int, int, bool], policy: str) -> dict[str, Any]:

@@ -181,11 +181,9 @@ def diagnose(
         if size == 1:
             continue
         if near(have, want * size):
-            return f"{size} times too large: summed once too often over {axis}, or a 1/{size} is missing"
+            return f"{size} times too large: one sum over {axis} too many, or no division"
         if near(have * size, want):
-            return (
-                f"{size} times too small: divided once too often over {axis}, or its sum is missing"
-            )
+            return f"{size} times too small: one division over {axis} too many, or no sum"
         if near(_summed_over(plan.mesh, axis, spec, holders, path), want):
             return f"each rank holds a summand: the sum over {axis} is missing"
     declared = ", ".join(f"{r.axis} {r.kind}" for r in row.rows) or "no reduction"

@@ -27,9 +27,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (
-            f(x).view(b, s, -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
+        q, k, v = (f(x).view(b, s, -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(b, s, -1))
 
@@ -90,7 +88,9 @@ class Embedding(nn.Module):
 class Gpt(nn.Module):
     """The whole model, or one pipeline stage's blocks of it."""
 
-    def __init__(self, sizes: Sizes, *, fused: bool = True, stage: int = 0, stages: int = 1) -> None:
+    def __init__(
+        self, sizes: Sizes, *, fused: bool = True, stage: int = 0, stages: int = 1
+    ) -> None:
         super().__init__()
         d, layers = sizes["hidden"], sizes["layers"]
         first, last = stage == 0, stage == stages - 1

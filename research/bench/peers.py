@@ -60,6 +60,7 @@ def mfun_step(case: Case, sizes: dict[str, int], tokens: Any, labels: Any) -> An
     keys |= {"model.seq_len": sizes["seq"], "model.tied": "false", "model.bias": "all"}
     keys |= {"model.position": "learned", "model.norm": "layernorm", "model.activation": "gelu"}
     keys |= {"model.kv_heads": 0, "model.ffn": 0, "model.dropout": 0.0, "optim.clip": 0}
+    keys |= {"optim.lr": 1e-3, "optim.schedule": "constant", "optim.warmup": 0}
     keys |= {"train.global_batch": sizes["batch"], "train.microbatches": case.microbatches}
     keys |= {f"parallel.{axis}": case.layout.get(axis, 1) for axis in ("tp", "pp", "dp")}
     config = resolve(load("tiny", [f"{k}={v}" for k, v in keys.items()]), case.ranks)
