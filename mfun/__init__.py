@@ -20,6 +20,72 @@ Seven rules hold in every file:
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mfun.comm import (
+        DUALS,
+        Axis,
+        Groups,
+        ProcessWorld,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        collect,
+        copy,
+        distribute,
+        finish,
+        gather,
+        max,
+        reduce,
+        reduce_scatter,
+        shift,
+        simulate,
+        split,
+        unsplit,
+    )
+    from mfun.config import Config, ConfigError, load, resolve
+    from mfun.grads import GradBuffers, explain, finalize, reductions
+    from mfun.mesh import Factor, Mesh
+    from mfun.models.gpt import gpt
+    from mfun.nn.layer import Ctx, Layer
+    from mfun.optim import Transform, adamw, named_chain, sgd
+    from mfun.rng import Key, key
+    from mfun.schedule import SCHEDULES, check, timeline
+    from mfun.spec import Init, P, ParamSpec, init_params, shard
+    from mfun.train.plan import Plan
+    from mfun.train.step import Metrics, State, Trainer
+    from mfun.tree import show
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+_COMM = (
+    "DUALS Axis Groups ProcessWorld all_reduce all_to_all broadcast collect copy distribute finish "
+    "gather max reduce reduce_scatter shift simulate split unsplit"
+)
+_HOMES: dict[str, str] = {
+    "mfun.comm": _COMM,
+    "mfun.config": "Config ConfigError load resolve",
+    "mfun.grads": "GradBuffers explain finalize reductions",
+    "mfun.mesh": "Factor Mesh",
+    "mfun.models.gpt": "gpt",
+    "mfun.nn.layer": "Ctx Layer",
+    "mfun.optim": "Transform adamw named_chain sgd",
+    "mfun.rng": "Key key",
+    "mfun.schedule": "SCHEDULES check timeline",
+    "mfun.spec": "Init P ParamSpec init_params shard",
+    "mfun.train.plan": "Plan",
+    "mfun.train.step": "Metrics State Trainer",
+    "mfun.tree": "show",
+}
+"""Where each public name lives; imported when first asked for, so that `import mfun` is quick."""
+
+__all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names.split())])
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"mfun has no public name {name!r}; there are {', '.join(__all__)}")
