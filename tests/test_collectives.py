@@ -292,3 +292,46 @@ def test_cotangent_of_any_layout(name: str) -> None:
     for cotangent in (row, whole):
         assert not cotangent.is_contiguous()
         assert torch.equal(pull(cotangent)[0], pull(cotangent.contiguous())[0])
+
+
+class BatchLast(torch.autograd.Function):
+    """The identity, which under vmap leaves its batch dim last, as any Function may."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return BatchLast.apply(x.movedim(in_dims[0], -1)), x.ndim - 1
+
+
+@pytest.mark.parametrize("name", [*LINEAR, "max"])
+def test_batch_dims_anywhere(name: str) -> None:
+    """Ranks that are not the first physical dim, and outer or inner batches that are not."""
+    layout = LAYOUTS["tp"]
+    params, shape = some(name, layout.size)
+    x = torch.arange(3.0 * layout.ranks * int(np.prod(shape)), dtype=torch.float64)
+    x = x.reshape(3, layout.ranks, *shape).sin()
+    want = torch.stack([torch.from_numpy(define(layout, name, params, e.numpy())) for e in x])
+    run = stacked(layout, name, params)
+    pull = vjp(run, x[0])[1]
+    for dim in range(1, x.ndim):
+        assert torch.equal(vmap(run, dim)(x.movedim(0, dim)), want)
+    for dim in range(1, want.ndim):
+        got = vmap(lambda ct: pull(ct)[0], dim)(want.movedim(0, dim))
+        assert torch.equal(got, torch.stack([pull(ct)[0] for ct in want]))
+
+    def ranks_last(groups: Groups, x: Tensor) -> Tensor:
+        return call(name, BatchLast.apply(x), groups.over(*layout.axes), params)
+
+    def both_last(groups: Groups, x: Tensor) -> Tensor:
+        return vmap(lambda x: ranks_last(groups, x), -1)(BatchLast.apply(x.movedim(0, -1)))
+
+    assert torch.equal(map_ranks(ranks_last, layout.mesh)(x[0]), want[0])
+    inside = map_ranks(both_last, layout.mesh)(x.movedim(1, 0))
+    assert torch.equal(inside.movedim(1, 0), want)
