@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mfun import comm
 from mfun.comm import Axis
-from mfun.nn.linear import SEQUENCE, enter, leave
+from mfun.nn.linear import enter, forward_mode, leave, primal
 from mfun.nn.loss import Columns, TokenLoss, check_width, columns_of, on_real, statistics
 from mfun.nn.norm import at_least_fp32
 
@@ -89,14 +89,18 @@ def _value(
     chunk: int,
 ) -> Tensor:
     """The definition, as a composition; a chunk at a time where there is no gradient to keep."""
-    x = enter(h, axis, sequence_parallel)
-    step = max(1, chunk // x.shape[0]) if chunk else x.shape[SEQUENCE]
-    parts = zip(*(t.split(step, SEQUENCE) for t in (x, labels, weights)), strict=True)
-    losses = []
-    for x_part, labels_part, weights_part in parts:
-        z, columns = _logits(x_part, w, labels_part, axis, rule)
-        losses.append((weights_part * rule(*statistics(z, columns, axis))).sum())
+    tokens_nd = enter(h, axis, sequence_parallel).flatten(0, -2)
+    labels, weights, losses = labels.flatten(), weights.flatten(), []
+    for rows in _rows(tokens_nd.shape[0], chunk):
+        z, columns = _logits(tokens_nd[rows], w, labels[rows], axis, rule)
+        losses.append((weights[rows] * rule(*statistics(z, columns, axis))).sum())
     return torch.stack(losses).sum()
+
+
+def _rows(tokens: int, chunk: int) -> list[slice]:
+    """Slices of `chunk` tokens, or one of all."""
+    step = chunk or tokens
+    return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
 def _logits(
@@ -125,7 +129,8 @@ def _value_and_grads(
     loss = (weights * rule(lse, picked, total)).sum()
     lse = comm.copy(lse, axis).unsqueeze(-1)
     at_label = torch.arange(w.shape[0], device=w.device) == columns.label.unsqueeze(-1)
-    target = (1.0 - rule.label_smoothing) * (at_label & columns.owned.unsqueeze(-1))
+    at_label = (at_label & columns.owned.unsqueeze(-1)).to(z.dtype)
+    target = (1.0 - rule.label_smoothing) * at_label
     if rule.label_smoothing:
         uniform = torch.full_like(z, rule.label_smoothing / rule.vocab)
         target = target + on_real(uniform, columns, 0.0)
@@ -160,8 +165,7 @@ class HeadLoss(torch.autograd.Function):
         tokens_nd, labels, weights = x.flatten(0, -2), labels.flatten(), weights.flatten()
         dx_nd, dw = torch.empty_like(tokens_nd), torch.zeros_like(w)
         losses = []
-        for start in range(0, tokens_nd.shape[0], chunk):
-            rows = slice(start, start + chunk)
+        for rows in _rows(tokens_nd.shape[0], chunk):
             z, columns = _logits(tokens_nd[rows], w, labels[rows], axis, rule)
             losses.append(_differentiate_(z, columns, weights[rows], axis, rule))
             dz = z.to(w.dtype)
@@ -190,8 +194,10 @@ class HeadLoss(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         """Through the definition."""
         tensors = ctx.saved_tensors
-        given = _or_zeros(tangents[:2], tensors[:2])
-        return torch.func.jvp(_of_h_and_w(ctx, tensors), tensors[:2], given)[1]
+        with forward_mode():
+            at = tuple(primal(x) for x in tensors[:2])
+            given = _or_zeros(tangents[:2], at)
+            return torch.func.jvp(_of_h_and_w(ctx, tensors), at, given)[1]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:

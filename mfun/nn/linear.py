@@ -10,12 +10,15 @@ o outputs, of which a rank holds its part of whichever is cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mfun import comm
 from mfun.comm import Axis, overlap
@@ -35,10 +38,18 @@ def leave(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     return comm.reduce_scatter(x, axis, SEQUENCE) if sequence_parallel else comm.reduce(x, axis)
 
 
+# Inside a jvp rule torch turns forward mode off, and an outer jvp would silently get no tangent of
+# this one: turn it on again, and take the saved tensors without the tangents of this level.
+forward_mode = partial(forward_ad._set_fwd_grad_enabled, True)
+
+
+def primal(x: Tensor) -> Tensor:
+    """x without its tangent at the current level of forward mode."""
+    return forward_ad.unpack_dual(x).primal
+
+
 class ColumnLinear(torch.autograd.Function):
     """y = enter(x) w^T + b, keeping x as it came: under sequence parallelism, the shard."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -69,16 +80,20 @@ class ColumnLinear(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         """enter(dx) w^T + enter(x) dw^T + db."""
         dx, dw, db = tangents[:3]
-        x, w, axis, sequence_parallel = _kept(ctx)
-        terms = [] if dx is None else [F.linear(enter(dx, axis, sequence_parallel), w)]
-        terms += [] if dw is None else [F.linear(enter(x, axis, sequence_parallel), dw)]
-        return _total(terms if db is None else [*terms, db])
+        with forward_mode():
+            x, w, axis, sequence_parallel = _kept(ctx, primal)
+            terms = [] if dx is None else [F.linear(enter(dx, axis, sequence_parallel), w)]
+            terms += [] if dw is None else [F.linear(enter(x, axis, sequence_parallel), dw)]
+            return _total(terms if db is None else [*terms, db])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        """The forward, which is a composition; the ranks are where the index is batched."""
+        return torch.func.vmap(ColumnLinear.forward, in_dims)(*args), 0
 
 
 class RowLinear(torch.autograd.Function):
     """y = leave(x w^T) + b: the bias is added once, to the sum."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -108,11 +123,17 @@ class RowLinear(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         """leave(dx w^T + x dw^T) + db."""
         dx, dw, db = tangents[:3]
-        x, w, axis, sequence_parallel = _kept(ctx)
-        terms = [] if dx is None else [F.linear(dx, w)]
-        terms += [] if dw is None else [F.linear(x, dw)]
-        terms = [leave(_total(terms), axis, sequence_parallel)] if terms else []
-        return _total(terms if db is None else [*terms, db])
+        with forward_mode():
+            x, w, axis, sequence_parallel = _kept(ctx, primal)
+            terms = [] if dx is None else [F.linear(dx, w)]
+            terms += [] if dw is None else [F.linear(x, dw)]
+            terms = [leave(_total(terms), axis, sequence_parallel)] if terms else []
+            return _total(terms if db is None else [*terms, db])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        """The forward, which is a composition; the ranks are where the index is batched."""
+        return torch.func.vmap(RowLinear.forward, in_dims)(*args), 0
 
 
 def _overlapped(
@@ -141,12 +162,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...]) -> None:
     ctx.save_for_forward(x, w, index)
 
 
-def _kept(ctx: Any) -> tuple[Tensor, Tensor, Axis, bool]:
-    # A derivative taken outside of `simulate` comes after its run has ended; the index that was
-    # kept is batched anew by its own vmap rule, so the ranks are known all the same.
+def _kept(
+    ctx: Any, view: Callable[[Tensor], Tensor] = lambda x: x
+) -> tuple[Tensor, Tensor, Axis, bool]:
     x, w, index = ctx.saved_tensors
     axis, sequence_parallel = ctx.static
-    return x, w, attrs.evolve(axis, index=index, scope=None), sequence_parallel
+    return view(x), view(w), _at(axis, index), sequence_parallel
 
 
 def _weight_grad(dy: Tensor, x: Tensor) -> Tensor:
