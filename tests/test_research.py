@@ -1,0 +1,83 @@
+"""Every research script states what it expects; here it is held to that at tiny size."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from research import hessian_through_tp, layout_matrix
+from research.bench import peers
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_layout_matrix_is_rounding_only(tmp_path):
+    """All layouts of 2 ranks, both precisions, within the stated bounds; the figure is drawn."""
+    rows = layout_matrix.run(2)
+    assert [r["layout"] for r in rows[::2]] == [
+        "tp1 dp1 pp2",
+        "tp1 dp2 pp1",
+        "tp2 dp1 pp1",
+        "tp2+sp dp1 pp1",
+    ]
+    for row in rows:
+        assert max(row["loss"], row["grads"]) <= layout_matrix.EXPECTED[row["policy"]], row
+    singles = [r["grads"] for r in rows if r["policy"] == "fp32"]
+    assert min(singles) > 1e-9, "float32 must show rounding, or the reference is not independent"
+    layout_matrix.plot(rows, tmp_path / "figure.png")
+    assert matplotlib.image.imread(tmp_path / "figure.png").std() > 0.05
+
+
+def test_layouts_multiply_to_the_ranks():
+    """Every layout of 8 ranks once, with and without sequence parallelism where tp > 1."""
+    found = layout_matrix.layouts(8)
+    assert len(found) == len(set(found)) == 16
+    assert all(tp * dp * pp == 8 for tp, dp, pp, _ in found)
+
+
+def test_second_derivatives_through_the_mesh():
+    """Hessian-vector product and per-sample gradients equal one device."""
+    errors = hessian_through_tp.run(tp=2, dp=1)
+    assert set(errors) == {"hvp", "per_sample"}
+    assert max(errors.values()) <= hessian_through_tp.EXPECTED, errors
+
+
+@pytest.mark.parametrize("who", ["mfun", "peer"])
+def test_bench_runs_one_device(who):
+    """The benchmark's worker runs both sides of a case and reports times, memory and a loss."""
+    row = peers.launch("one", who, steps=1, tiny=True)
+    assert len(row["ms"]) == 1 and row["rss"] > 0 and 2 < row["loss"] < 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["dp2", "tp2", "pp2"])
+def test_bench_runs_every_case(case):
+    """Both sides of every parallel case run and give a ratio."""
+    row = peers.compare(case, repeats=1, steps=1, tiny=True)
+    assert row["time_ratio"] > 0 and row["memory_ratio"] > 0
+
+
+def test_readme_python_runs():
+    """Both Python examples of README run, and the second prints the timeline that is shown."""
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 2
+    shown = []
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"print": lambda x: shown.append(str(x))})
+    grid = [line for line in text.splitlines() if line.startswith("stage ")]
+    assert shown[0].splitlines() == grid
+    assert all(line in shown[1] for line in text.splitlines() if "tied (x1" in line)
+
+
+def test_readme_names_every_collective():
+    """README's table of collectives agrees with DUALS."""
+    from mfun import DUALS
+
+    text = (ROOT / "README.md").read_text()
+    for name, rule in DUALS.items():
+        row = next(x for x in text.splitlines() if f"`{name}`" in x.partition(" |")[0])
+        assert rule.types in row, (name, row)
