@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+from pool import Pool
 
 settings.register_profile(
     "ci",
@@ -22,3 +25,11 @@ def pytest_configure() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four real ranks over gloo, started by the first test that runs something on them."""
+    ranks = Pool()
+    yield ranks
+    ranks.close()
