@@ -449,6 +449,15 @@ def test_learning_rates_by_hand(fields: dict[str, Any], expected: list[float]) -
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_warm_up_goes_before_the_end(schedule: str) -> None:
+    """Where warm-up lasts to the end or past it, its last update still has the whole rate."""
+    for end in (2, 4):
+        optim = {"schedule": schedule, "lr": 1.0, "min_lr": 0.1, "warmup": 4, "decay_steps": end}
+        found = [reference.learning_rate({"optim": optim}, n) for n in (3, 4, 5)]
+        assert found == pytest.approx([0.75, 1.0, 0.1])
+
+
 def training_settings(**optim: Any) -> dict[str, dict[str, Any]]:
     """A tiny model with dropout, a warm-up and a decay."""
     base = {"lr": 0.05, "schedule": "linear", "warmup": 2, "decay_steps": 5, "clip": 0.5}
