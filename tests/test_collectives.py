@@ -248,6 +248,19 @@ def test_second_order_inside(name: str, layout: str) -> None:
     close(inside(p, reverse, spec, spec, out=spec)(w, u, x, v), want)
     basis = torch.eye(x.numel(), dtype=torch.float64).reshape(-1, *x.shape)
     many = P(None, *spec.entries)
+
+    def along(loss: Any, x: Tensor, v: Tensor) -> Tensor:
+        return jvp(lambda x: jvp(loss, (x,), (v,))[1], (x,), (v,))[1]
+
+    curvature = (v * want).sum()
+    close(inside(p, along, spec, spec, out=p.specs()[2])(w, u, x, v), curvature)
+    close(along(lambda x: outside(p)(x, w, u), x, v), curvature)
+
+    def third(loss: Any, x: Tensor, v: Tensor) -> Tensor:
+        return jvp(lambda x: jvp(grad(loss), (x,), (v,))[1], (x,), (v,))[1]
+
+    got = inside(p, third, spec, spec, out=spec)(w, u, x, v)
+    close(got, third(lambda x: p.dense(x, w, u), x, v))
     got = inside(p, rows, spec, many, out=many)(w, u, x, basis)
     close(got, hessian(p.dense)(x, w, u).reshape(got.shape))
 

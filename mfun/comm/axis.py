@@ -33,6 +33,7 @@ class Axis:
         ranks: global ranks of this group in order, where ranks are processes.
         check: in `simulate`, assert that values declared equal over the axis are equal.
         scope: in `simulate`, the run that this axis belongs to.
+        at: `index` as a Python integer, where ranks are processes.
     """
 
     name: str
@@ -43,8 +44,18 @@ class Axis:
     ranks: tuple[int, ...] = ()
     check: bool = False
     scope: Scope | None = None
+    at: int | None = None
 
     @property
     def position(self) -> int:
-        """`index` as a Python integer; only where ranks are processes."""
-        return int(self.index)
+        """`index` as a Python integer; only where ranks are processes.
+
+        Raises:
+            RuntimeError: the ranks are simulated, so that one number would be all of theirs.
+        """
+        if self.at is None:
+            raise RuntimeError(
+                f"axis {self.name!r} is simulated: its position is a tensor over all ranks; use "
+                "`axis.index`"
+            )
+        return self.at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ class Groups:
         self.mesh = mesh
         self.rank = rank
         self._make = make
-        self._axes: dict[GroupKey, Axis] = {}
 
     def over(self, *axes: AxisLike, stages: tuple[int, ...] | None = None) -> Axis:
         """The axis joining the ranks that differ only in `axes` (and are on `stages`).
@@ -54,10 +54,7 @@ class Groups:
         Raises:
             KeyError: the group was not made; the message names it and says how.
         """
-        key = group_key(axes, stages)
-        if key not in self._axes:
-            self._axes[key] = self._make(axes, stages)
-        return self._axes[key]
+        return self._make(axes, stages)
 
     def __getitem__(self, family: str) -> Axis:
         if family not in FAMILIES:
@@ -85,13 +82,18 @@ class Groups:
         return self.over("pp")
 
 
+# Only Python numbers are cached here, and an axis is made anew on each call: a tensor made inside a
+# torch.func transform belongs to its level, and must not be met again outside of it.
+
+
 @functools.lru_cache(maxsize=1024)
-def _positions(partition: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Position within its group of every rank."""
-    table = torch.empty(sum(len(g) for g in partition), dtype=torch.int64)
-    for group in partition:
-        table[list(group)] = torch.arange(len(group))
-    return table
+def _stage_partition(
+    mesh: Mesh, axes: tuple[AxisLike, ...]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Groups of one stage as stage positions, and each rank's position within its group."""
+    partition = mesh.stage_groups(*axes)
+    place = {rank: i for group in partition for i, rank in enumerate(group)}
+    return partition, tuple(place[rank] for rank in range(mesh.stage_size))
 
 
 def simulated_groups(mesh: Mesh, rank: Tensor, scope: Scope, *, check: bool) -> Groups:
@@ -110,12 +112,11 @@ def simulated_groups(mesh: Mesh, rank: Tensor, scope: Scope, *, check: bool) -> 
                 "the pipeline axis is not simulated by vmap; stages run in the mailbox "
                 "(mfun.pipeline.mailbox), and cross-stage sums go through its World"
             )
-        partition = mesh.stage_groups(*axes)
-        index = _positions(partition).to(rank.device)[rank]
+        partition, positions = _stage_partition(mesh, axes)
         return Axis(
             name=group_name(axes),
             size=len(partition[0]),
-            index=index,
+            index=torch.tensor(positions, device=rank.device)[rank],
             partition=partition,
             check=check,
             scope=scope,
@@ -133,21 +134,24 @@ def single_groups() -> Groups:
 def process_groups(mesh: Mesh, rank: int, made: Mapping[GroupKey, object]) -> Groups:
     """Groups of a process, from the torch process groups made by `distribute`."""
 
-    def make(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> Axis:
-        name = group_name(axes, stages)
+    @functools.cache
+    def static(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> dict[str, Any]:
+        name, key = group_name(axes, stages), group_key(axes, stages)
         ranks = mesh.group_of(rank, *axes, stages=stages)
-        if len(ranks) > 1 and group_key(axes, stages) not in made:
+        if len(ranks) > 1 and key not in made:
             raise KeyError(
                 f"group {name!r} was not made; add it to the `extra` argument of `distribute` on "
                 f"every rank (made: {sorted(map(str, _names(made)))})"
             )
-        return Axis(
-            name=name,
-            size=len(ranks),
-            index=torch.tensor(ranks.index(rank)),
-            group=made.get(group_key(axes, stages)) if len(ranks) > 1 else None,
-            ranks=ranks,
-        )
+        group = made[key] if len(ranks) > 1 else None
+        return {
+            "name": name, "size": len(ranks), "group": group, "ranks": ranks,
+            "at": ranks.index(rank),
+        }  # fmt: skip
+
+    def make(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> Axis:
+        known = static(axes, stages)
+        return Axis(index=torch.tensor(known["at"]), **known)
 
     return Groups(mesh, rank, make)
 

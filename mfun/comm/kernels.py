@@ -18,22 +18,22 @@ Params = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1024)
-def _order(partition: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions group by group, and the inverse permutation."""
-    order = torch.tensor([p for group in partition for p in group], device=device)
-    return order, torch.argsort(order)
+def _order(partition: tuple[tuple[int, ...], ...]) -> tuple[list[int], list[int]]:
+    """Positions group by group, and the inverse permutation; numbers, for tensors have levels."""
+    order = [p for group in partition for p in group]
+    return order, sorted(range(len(order)), key=order.__getitem__)
 
 
 def _grouped(x: Tensor, axis: Axis, rank_dim: int) -> Tensor:
     """(..., ranks, ...) -> (groups, members, ...)."""
     assert axis.partition is not None
-    order, _ = _order(axis.partition, x.device)
+    order, _ = _order(axis.partition)
     return x.movedim(rank_dim, 0)[order].unflatten(0, (-1, axis.size))
 
 
 def _ungrouped(g: Tensor, axis: Axis, rank_dim: int) -> Tensor:
     assert axis.partition is not None
-    _, inverse = _order(axis.partition, g.device)
+    _, inverse = _order(axis.partition)
     return g.flatten(0, 1)[inverse].movedim(0, rank_dim)
 
 
