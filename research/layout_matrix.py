@@ -78,8 +78,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             points = [max(mine[n][kind], 1e-17) for n in names]
             label = f"{policy} {'gradients' if kind == 'grads' else kind}"
             axis.plot(points, range(len(names)), marker, color=colour, label=label, markersize=6)
-    axis.axvline(1e-10, color="0.6", linestyle="--", linewidth=1)
-    axis.text(1.2e-10, -0.75, "bound of `mfun verify`", color="0.4", fontsize=8, va="bottom")
+    axis.axvline(1e-10, color="0.6", linestyle="--", linewidth=1, label="bound of mfun verify")
     axis.set(xscale="log", xlim=(3e-18, 1e-2), ylim=(len(names) - 0.5, -0.9))
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set_xlabel("largest relative error against one device (float64 reference)")
