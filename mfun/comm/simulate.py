@@ -61,10 +61,13 @@ def simulate(
         in_specs: one entry per argument: a `P`, a `ParamSpec`, or a tree of them (a `P` may stand
             for a whole sub-tree).
         out_specs: likewise for the result. Axes that a spec does not mention hold equal values.
+            A `ParamSpec` here is for gradients: summed over dp, cp and where it says `partial`.
         check: assert at every collective and at the exit that what is declared equal is equal.
 
     Returns:
-        A function of whole tensors, differentiable to any order.
+        A function of whole tensors, differentiable to any order. What enters as `P()` is I: on
+        its way to a result that is summed it must pass `copy` (or enter with the same `sums`), or
+        the value is right and the gradient lacks the other ranks' shares.
 
     Raises:
         ValueError: the mesh has stages, shapes do not divide, or values declared equal differ.
@@ -116,6 +119,8 @@ def _through(
             raise ValueError(f"simulate: the spec of {where} is {spec!r}, not a P or ParamSpec")
         if given is None:
             raise ValueError(f"simulate: {where} is a {type(value).__name__}; its specs are a tree")
+        if isinstance(spec, tuple | list) and len(below) == len(given):
+            below = dict(zip(given, below.values(), strict=True))  # a NamedTuple, by position
         if set(below) != set(given):
             raise ValueError(
                 f"simulate: {where} has keys {sorted(given)} and its specs {sorted(below)}; "
