@@ -91,6 +91,7 @@ def position_embedding(
         return w_sd[:length] if positions_bs is None else F.embedding(positions_bs, w_sd)
     rows = coordinates(length // axis.size, axis)
     assert isinstance(rows, Tensor)
+    rows = rows.to(w_sd.device)
     if positions_bs is not None:
         rows = positions_bs.index_select(SEQUENCE, rows)
     return F.embedding(rows, w_sd)

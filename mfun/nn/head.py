@@ -16,11 +16,26 @@ from torch import Tensor
 
 from mfun import comm
 from mfun.comm import Axis
-from mfun.nn.linear import enter, forward_mode, leave, primal
+from mfun.nn.linear import enter, forward_mode, leave, leave_fresh, primal
 from mfun.nn.loss import Columns, TokenLoss, check_width, columns_of, on_real, statistics
 from mfun.nn.norm import at_least_fp32
 
-CHUNK = 128  # tokens: their logits stay in the cache between the three products that use them
+LOGITS_AT_ONCE, TOKENS_AT_ONCE = 1 << 21, 256
+
+
+def chunk_tokens(width: int) -> int:
+    """Tokens at a time: about 8 MiB of float32 logits, but enough rows for an efficient product.
+
+    Measured on CPU against all at once: 0.90 of the time for 2048 tokens and 8192 columns.
+
+    Args:
+        width: this rank's columns of the vocabulary.
+
+    Example:
+        >>> chunk_tokens(256), chunk_tokens(128256)
+        (8192, 256)
+    """
+    return max(LOGITS_AT_ONCE // width, TOKENS_AT_ONCE)
 
 
 def linear_cross_entropy(
@@ -34,7 +49,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     sequence_parallel: bool = False,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """The sum over tokens of weight times loss, of logits h w^T that never exist whole.
 
@@ -53,7 +68,8 @@ def linear_cross_entropy(
         label_smoothing: see `TokenLoss`.
         z_loss: see `TokenLoss`.
         sequence_parallel: h is a shard of the sequence.
-        chunk: tokens at a time; 0 computes all logits at once, from the definition.
+        chunk: tokens at a time, by default `chunk_tokens`; 0 computes all logits at once, by the
+            definition.
 
     Returns:
         (), I over `axis`.
@@ -70,6 +86,7 @@ def linear_cross_entropy(
     """
     check_width("linear_cross_entropy", w_vd.shape[0], axis, vocab)
     rule = TokenLoss(vocab=vocab, label_smoothing=label_smoothing, z_loss=z_loss)
+    chunk = chunk_tokens(w_vd.shape[0]) if chunk is None else chunk
     weights_bs = weights_bs.to(at_least_fp32(h_bsd).dtype)
     args = (h_bsd, w_vd, labels_bs, weights_bs)
     wanted = h_bsd.requires_grad or w_vd.requires_grad
@@ -163,15 +180,16 @@ class HeadLoss(torch.autograd.Function):
         axis = attrs.evolve(axis, index=index)
         x = enter(h, axis, sequence_parallel)
         tokens_nd, labels, weights = x.flatten(0, -2), labels.flatten(), weights.flatten()
-        dx_nd, dw = torch.empty_like(tokens_nd), torch.zeros_like(w)
+        dx_nd, dw = torch.empty_like(tokens_nd), torch.empty_like(w)
         losses = []
         for rows in _rows(tokens_nd.shape[0], chunk):
             z, columns = _logits(tokens_nd[rows], w, labels[rows], axis, rule)
             losses.append(_differentiate_(z, columns, weights[rows], axis, rule))
             dz = z.to(w.dtype)
             torch.mm(dz, w, out=dx_nd[rows])
-            dw.addmm_(dz.T, tokens_nd[rows])
-        return torch.stack(losses).sum(), leave(dx_nd.view_as(x), axis, sequence_parallel), dw
+            dw.addmm_(dz.T, tokens_nd[rows], beta=1 if rows.start else 0)  # 0 overwrites
+        dx = leave_fresh(dx_nd.view_as(x), axis, sequence_parallel)
+        return torch.stack(losses).sum(), dx, dw
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

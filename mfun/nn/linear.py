@@ -38,6 +38,18 @@ def leave(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     return comm.reduce_scatter(x, axis, SEQUENCE) if sequence_parallel else comm.reduce(x, axis)
 
 
+def leave_fresh(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    """As `leave`, of a product nobody else holds: summed in place where ranks are processes."""
+    if sequence_parallel or not _plain(x, axis):
+        return leave(x, axis, sequence_parallel)
+    return overlap.start_all_reduce(x, axis).wait()
+
+
+def _plain(x: Tensor, axis: Axis) -> bool:
+    """Whether this is one process's own tensor, with no derivative or vmap around it."""
+    return overlap.can_overlap(x, axis) and not torch._C._are_functorch_transforms_active()
+
+
 # Inside a jvp rule torch turns forward mode off, and an outer jvp would silently get no tangent of
 # this one: turn it on again, and take the saved tensors without the tangents of this level.
 forward_mode = partial(forward_ad._set_fwd_grad_enabled, True)
@@ -69,7 +81,7 @@ class ColumnLinear(torch.autograd.Function):
         (dy,) = grads
         x, w, axis, sequence_parallel = _kept(ctx)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        if need_x and need_w and overlap.can_overlap(dy, axis):
+        if need_x and need_w and _plain(dy, axis):
             dx, dw = _overlapped(x, w, dy, axis, sequence_parallel)
         else:
             dx = leave(dy @ w, axis, sequence_parallel) if need_x else None
@@ -100,7 +112,7 @@ class RowLinear(torch.autograd.Function):
         x: Tensor, w: Tensor, b: Tensor | None, index: Tensor, axis: Axis, sequence_parallel: bool
     ) -> Tensor:
         """This rank's summand, the sum, the bias."""
-        y = leave(F.linear(x, w), _at(axis, index), sequence_parallel)
+        y = leave_fresh(F.linear(x, w), _at(axis, index), sequence_parallel)
         return y if b is None else y + b
 
     @staticmethod

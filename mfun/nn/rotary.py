@@ -103,7 +103,8 @@ def rotate(x_bshk: Tensor, table: Tensor, positions_bs: Tensor | None = None) ->
             f"rotate: a sequence of {s} tokens for a table of {table.shape[1]} positions; shorten "
             f"the sequence or set model.seq_len to at least {s}"
         )
+    table = table.to(x_bshk)
     table = table[:, :s] if positions_bs is None else table[:, positions_bs]
-    cos, sin = table.to(x_bshk).unsqueeze(-2).unbind(0)
+    cos, sin = table.unsqueeze(-2).unbind(0)
     a, c = x_bshk.chunk(2, -1)
     return torch.cat([a * cos - c * sin, c * cos + a * sin], -1)
