@@ -114,11 +114,13 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW as mfun's: decay on matrices and tables only."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+    """AdamW as mfun's: decay on matrices and tables only. A fused call takes one kind of tensor."""
+    groups: dict[tuple[bool, type], dict[str, Any]] = {}
+    for p in model.parameters():
+        decays = p.ndim > 1
+        fresh = {"params": [], "weight_decay": 0.1 if decays else 0.0}
+        groups.setdefault((decays, type(p.data)), fresh)["params"].append(p)
+    return torch.optim.AdamW(list(groups.values()), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
 def one_device(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
@@ -174,7 +176,7 @@ def dtensor_tp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
         for name in ("attn.out", "mlp.down"):
             plan[f"blocks.{i}.{name}"] = RowwiseParallel()
     parallelize_module(model, mesh, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    optimizer = fused_adamw(model)
 
     def step() -> float:
         with loss_parallel():
