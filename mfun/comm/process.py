@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -59,12 +61,13 @@ def make_groups(
     return made
 
 
-def distribute(mesh: Mesh, extra: Extra = ()) -> Groups:
+def distribute(mesh: Mesh, extra: Extra = (), timeout_s: float | None = None) -> Groups:
     """The groups of this process; torch.distributed must be initialised (by torchrun or mfun).
 
     Args:
         mesh: the mesh; its world must be the number of processes.
         extra: further (axes, stages) that will be asked for, the same on all ranks.
+        timeout_s: after which a collective that does not finish is an error; None is torch's.
 
     Returns:
         This rank's `Groups`.
@@ -79,7 +82,9 @@ def distribute(mesh: Mesh, extra: Extra = ()) -> Groups:
             f"{mesh.pp}) but {world} processes were started; change the mesh or --nproc-per-node"
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    made = make_groups(mesh, extra) if world > 1 else {}
+    timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
+    new_group = functools.partial(dist.new_group, timeout=timeout)  # not inherited from the world's
+    made = make_groups(mesh, extra, new_group) if world > 1 else {}
     mine = {key: members[rank] for key, members in made.items() if rank in members}
     return process_groups(mesh, rank, mine)
 

@@ -123,7 +123,7 @@ def _explain(reports: Path, ended: Mapping[int, ProcessFailure], mesh: Mesh) -> 
 
 def _silent(rank: int, end: ProcessFailure, mesh: Mesh) -> Failure | None:
     """A rank that left no report: killed, or dead in C++. None if we ended it ourselves."""
-    if end.exitcode == -signal.SIGTERM:
+    if end.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return None
     if end.exitcode < 0:
         name = signal.Signals(-end.exitcode).name

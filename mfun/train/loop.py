@@ -111,7 +111,8 @@ def job(
     """
     peers = peers or Peers(Place())
     layout = plan(config)
-    groups = distribute(layout.mesh, needed_groups(layout.table, layout.mesh))
+    extra = needed_groups(layout.table, layout.mesh)
+    groups = distribute(layout.mesh, extra, timeout_s=config.train.timeout_s)
     world = ProcessWorld(groups, peers.device)
     return Job(
         Trainer(layout, world),
@@ -164,6 +165,7 @@ def train(job: Job, state: State | None = None) -> Generator[Record, None, State
         [1, 2, 3]
     """
     state = begin(job) if state is None else state
+    job.stop.pace(0.0)
     while state.step < job.config.train.steps:
         with _noted(state.step + 1):
             state, record = _advance(job, state)

@@ -75,18 +75,19 @@ def check_replicas(
         ranks = _group(world, table[path]) if path else (world.rank,)
         if len(ranks) > 1:
             groups.setdefault(ranks, []).append((name, fingerprint(x)))
-    wrong: list[str] = []
+    wrong: dict[str, str] = {}
     order = sorted({row.group for row in table.values()}, key=str)
     for axes, stages in order:
         ranks = world.mesh.group_of(world.rank, *axes, stages=stages) if _in(world, stages) else ()
         leaves = groups.pop(ranks, []) if ranks else []
         if leaves:
             rows = yield from _gather(world, axes, stages, ranks, [h for _, h in leaves])
-            wrong += _differing(rows, ranks, [name for name, _ in leaves])
+            wrong |= _differing(rows, ranks, [name for name, _ in leaves])
     if wrong:
+        listed = [wrong[name] for name in state_leaves(state) if name in wrong]
         raise ReplicaError(
             "ranks that hold the same tensors hold different bits: "
-            + "; ".join(wrong[:5])
+            + "; ".join(listed[:5])
             + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
             + ". They started apart: give all ranks the same code, seed, data and checkpoint."
         )
@@ -113,11 +114,12 @@ def _gather(
     return (yield from world.all_reduce(rows, axes, stages))  # type: ignore[arg-type]
 
 
-def _differing(rows: Tensor, ranks: tuple[int, ...], names: Sequence[str]) -> list[str]:
-    out = []
+def _differing(rows: Tensor, ranks: tuple[int, ...], names: Sequence[str]) -> dict[str, str]:
+    """Name -> a sentence, for every tensor whose hashes are not all equal."""
+    out = {}
     for name, column in zip(names, rows.T.tolist(), strict=True):
         most = max(set(column), key=column.count)
         odd = [rank for rank, value in zip(ranks, column, strict=True) if value != most]
         if odd:
-            out.append(f"{name} (rank{'s' * (len(odd) > 1)} {odd} against the others of {ranks})")
+            out[name] = f"{name} (rank{'s' * (len(odd) > 1)} {odd} against the others of {ranks})"
     return out

@@ -1,8 +1,9 @@
 """`Stop`: hears the wish to end a run, at once and whatever the main thread is doing.
 
 A thread reads the signals from a pipe, so a rank that is stuck in a collective hears them too. The
-first signal asks the loop to save and end at its next step. If the loop does not get there (a peer
-is gone), or at a second signal, or if the launcher disappears, the process ends here.
+first signal asks the loop to save and end at its next step. If there is no loop yet, or it does not
+get there (a peer is gone), or at a second signal, the process ends here with 128 + the signal's
+number; and if the launcher disappears, with 1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Stop:
 
     Args:
         parent: end when the process that started this one does.
-        patience: seconds in which the loop must get to a step's end after a signal.
+        patience: seconds in which the loop must get to a step's end after a signal; 0 before it
+            has told its pace.
         end: ends the process; tests give their own.
     """
 
@@ -38,23 +40,23 @@ class Stop:
         self,
         *,
         parent: bool = False,
-        patience: float = PATIENCE_S,
+        patience: float = 0.0,
         end: Callable[[int], Any] = _end,
     ) -> None:
         self._parent = os.getppid() if parent else None
-        self._patience, self._end = patience, end
-        self._heard: tuple[str, float] | None = None
+        self.patience, self._end = patience, end
+        self._heard: tuple[signal.Signals, float] | None = None
         self._settled = False
         self._old: dict[int, Any] = {}
 
     @property
     def requested(self) -> str | None:
         """Name of the first signal, None so far."""
-        return self._heard[0] if self._heard else None
+        return self._heard[0].name if self._heard else None
 
     def pace(self, step_s: float) -> None:
-        """Tell how long a step takes: a slow one is waited for."""
-        self._patience = max(PATIENCE_S, 3 * step_s)
+        """The loop runs, and a step takes so long: a slow one is waited for."""
+        self.patience = max(PATIENCE_S, 3 * step_s)
 
     def settle(self) -> None:
         """All ranks know and are on their way out: no more deadline."""
@@ -98,7 +100,7 @@ class Stop:
         if number not in self._old:
             return
         if self._heard is None:
-            self._heard = (signal.Signals(number).name, time.monotonic())
+            self._heard = (signal.Signals(number), time.monotonic())
         else:
             self._end(128 + number)
 
@@ -107,8 +109,9 @@ class Stop:
         if self._parent is not None and os.getppid() != self._parent:
             self._end(1)
         if self._heard and not self._settled:
-            if time.monotonic() - self._heard[1] > self._patience:
-                self._end(1)
+            number, since = self._heard
+            if time.monotonic() - since > self.patience:
+                self._end(128 + number)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
