@@ -179,6 +179,42 @@ def test_derivatives_of_a_parallel_layer() -> None:
     near(vmap(grad(total, 1), (0, None))(many, w), vmap(grad(whole, 1), (0, None))(many, w))
 
 
+@pytest.mark.parametrize("spec", [P(), P("dp", "tp"), P(None, "tp", sums=("dp",))], ids=str)
+def test_batches_around_the_doors(spec: P) -> None:
+    """A vmap outside of the mesh, over any dim, of the function and of its pullback."""
+    x = torch.arange(24.0, dtype=torch.float64).reshape(2, 4, 3, 1).expand(2, 4, 3, 2)
+    copies = 2.0 if spec.sums else 1.0
+
+    def run(x: Tensor) -> Tensor:
+        return through(x, FOUR, spec, spec)
+
+    pull = vjp(run, x[:, :, 0])[1]
+    for dim in range(3):
+        many = x.movedim(2, dim)
+        assert torch.equal(vmap(run, dim, 2)(many), x * copies)
+        assert torch.equal(vmap(lambda ct: pull(ct)[0], dim, 2)(many), x * copies)
+        assert torch.equal(vmap(lambda x: jvp(run, (x,), (x,))[1], dim, 2)(many), x * copies)
+
+
+@pytest.mark.parametrize("spec", [P(), P("tp"), P("dp", sums=("tp",))], ids=str)
+def test_all_second_orders_through_the_doors(spec: P) -> None:
+    """Something nonlinear before, inside and after: four ways to a Hessian agree with the dense."""
+    x = torch.tensor([0.3, -0.4], dtype=torch.float64)
+    copies = 2.0 if spec.sums else 1.0
+
+    def loss(x: Tensor) -> Tensor:
+        y = simulate(lambda g, x: torch.exp(x), FOUR, (spec,), spec)(torch.sin(x))
+        return (y * y * torch.tensor([1.0, 3.0])).sum()
+
+    def dense(x: Tensor) -> Tensor:
+        return ((copies * torch.exp(torch.sin(x))) ** 2 * torch.tensor([1.0, 3.0])).sum()
+
+    want = hessian(dense)(x)
+    for outer in (jacfwd, jacrev):
+        for inner in (jacfwd, jacrev):
+            torch.testing.assert_close(outer(inner(loss))(x), want, rtol=1e-13, atol=1e-13)
+
+
 class Pair(NamedTuple):
     """A NamedTuple as argument and result."""
 
