@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from mfun.comm import Groups, copy, gather, map_ranks, reduce, simulate
+from mfun.comm.door import Enter, Leave, make_door
 from mfun.mesh import Factor, Mesh
 from mfun.spec import P, ParamSpec
 
@@ -194,6 +195,15 @@ def test_batches_around_the_doors(spec: P) -> None:
         assert torch.equal(vmap(run, dim, 2)(many), x * copies)
         assert torch.equal(vmap(lambda ct: pull(ct)[0], dim, 2)(many), x * copies)
         assert torch.equal(vmap(lambda x: jvp(run, (x,), (x,))[1], dim, 2)(many), x * copies)
+
+
+def test_batch_dim_at_the_door_itself() -> None:
+    """The Functions of the door take a batch dim wherever it is."""
+    door = make_door(P("tp", sums=("dp",)), 1, FOUR, True, "x")
+    x = torch.arange(6.0).reshape(2, 3)
+    inside = vmap(lambda x: Enter.apply(x, door, -1), 1)(x)
+    assert inside.tolist() == [[0, 3, 0, 3], [1, 4, 1, 4], [2, 5, 2, 5]]
+    assert vmap(lambda x: Leave.apply(x, door, -1), 1)(inside.T).tolist() == (2 * x.T).tolist()
 
 
 @pytest.mark.parametrize("spec", [P(), P("tp"), P("dp", sums=("tp",))], ids=str)
