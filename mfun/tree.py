@@ -18,14 +18,14 @@ def children(node: Tree) -> dict[str, Tree] | None:
     """Key and child of each entry of an inner node, or None for a leaf.
 
     Raises:
-        ValueError: a dict has a key that is no string, is empty, or holds a dot.
+        ValueError: a dict has a key that is no string, or an empty one.
     """
     if isinstance(node, Mapping):
         for key in node:
-            if not isinstance(key, str) or not key or "." in key:
+            if not isinstance(key, str) or not key:
                 raise ValueError(
                     f"tree: key {key!r} beside {[k for k in node if k != key]} cannot be part of a "
-                    "dotted path; use a non-empty string without a dot"
+                    "dotted path; use a non-empty string"
                 )
         return dict(node)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -51,6 +51,9 @@ def _join(path: str, key: str) -> str:
 def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
     """Leaves by dotted path, in order.
 
+    Raises:
+        ValueError: two leaves have one path, because a key holds a dot.
+
     Example:
         >>> flatten({"a": {"w": 1, "b": 2}, "c": (3, 4)})
         {'a.w': 1, 'a.b': 2, 'c.0': 3, 'c.1': 4}
@@ -60,7 +63,10 @@ def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
         return {path: tree}
     out: dict[str, Any] = {}
     for key, child in found.items():
-        out.update(flatten(child, _join(path, key)))
+        leaves = flatten(child, _join(path, key))
+        if not out.keys().isdisjoint(leaves):
+            raise ValueError(f"tree: two leaves at {sorted(out.keys() & leaves.keys())}")
+        out.update(leaves)
     return out
 
 
