@@ -9,11 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nn_cases import INSIDE, LAYERS, OUTSIDE, activations, cubes, near, randint, randn, tangents
+from nn_cases import (
+    INSIDE,
+    LAYERS,
+    OUTSIDE,
+    activations,
+    cubes,
+    near,
+    randint,
+    randn,
+    squares,
+    tangents,
+)
 from torch import Tensor
 from torch.func import grad, vjp
 
-from mfun import nn
+from mfun import comm, nn
 from mfun.comm import Groups, simulate, single_groups
 from mfun.mesh import Mesh
 from mfun.spec import P
@@ -50,6 +61,36 @@ def test_derivative_on_a_rank(layer: str, sp: bool, derivative: str) -> None:
     directions = tangents(case.args)
     found = run(*case.args, *directions)
     near(found, INSIDE[derivative](case.scalar(case.dense), case.args, directions))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_reverse_over_reverse_on_a_rank(layer: str, sp: bool) -> None:
+    """Each rank's gradient of the sum of squares of gradients (those that are no summands).
+
+    Gradients cut over tp give a summand of that sum on each rank, and are reduced to it; equal
+    ones give it on every rank.
+    """
+    mesh = Mesh(tp=2)
+    case = LAYERS[layer](mesh, sp)
+    numbers = tuple(range(len(case.args)))
+    whole = [i for i in numbers if "tp" not in case.specs[i].sums]
+
+    def local(groups: Groups, *args: Tensor) -> Any:
+        def objective(*args: Tensor) -> Tensor:
+            grads = grad(case.scalar(lambda *a: case.local(groups, *a)), numbers)(*args)
+            cut = squares([grads[i] for i in whole if "tp" in case.specs[i].axes])
+            equal = squares([grads[i] for i in whole if "tp" not in case.specs[i].axes])
+            return equal + comm.reduce(cut, groups.tp)
+
+        return grad(objective, numbers)(*args)
+
+    def dense(*args: Tensor) -> Tensor:
+        grads = grad(case.scalar(case.dense), numbers)(*args)
+        return squares([grads[i] for i in whole])
+
+    found = simulate(local, mesh, case.specs, case.specs, check=False)(*case.args)
+    near(found, grad(dense, numbers)(*case.args))
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -10,7 +10,7 @@ import torch
 from nn_cases import LAYERS, Case, near
 from pool import Pool
 from torch import Tensor
-from torch.func import grad, vjp
+from torch.func import grad, vjp, vmap
 
 from mfun.comm import Groups, distribute, overlap
 from mfun.mesh import Mesh
@@ -109,6 +109,32 @@ def test_layer_on_two_processes(pool: Pool, layer: str, sp: bool) -> None:
         assert started == STARTED.get(layer, {sp: 0})[sp]
         near(found["as_a_step"], found["as_any_order"], 1e-13)
         near(found["as_a_pullback"], found["as_any_order"], 1e-13)
+
+
+def mapped_on_a_rank(rank: int, layer: str, sp: bool) -> tuple[Grads, Grads]:
+    """Pullbacks of three cotangents and three values, by vmap and one by one, not recorded."""
+    groups = distribute(MESH)
+    case = LAYERS[layer](MESH, sp)
+    x, *rest = (piece(x, p, rank) for x, p in zip(case.args, case.specs, strict=True))
+    inputs = torch.stack([x, x.sin(), 0.5 * x])
+
+    def f(x: Tensor) -> Tensor:
+        return case.local(groups, x, *rest)
+
+    with torch.no_grad():
+        y, pull, *_ = vjp(f, x)
+        cotangents = torch.stack([torch.cos(y + i) for i in range(3)])
+        together = vmap(f)(inputs), vmap(pull)(cotangents)[0]
+        alone = torch.stack([f(x) for x in inputs]), torch.stack([pull(c)[0] for c in cotangents])
+    return together, alone
+
+
+@pytest.mark.parametrize("layer", ["column", "row", "mlp", "head, in chunks"])
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_vmap_on_two_processes(pool: Pool, layer: str, sp: bool) -> None:
+    """A batch of messages is one message: never the in-place kind, which sees no batch dim."""
+    for together, alone in pool.run(mapped_on_a_rank, layer, sp):
+        near(together, alone, 1e-13)
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
