@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mfun.comm.axis import Axis
 
@@ -30,8 +31,17 @@ class Pending(NamedTuple):
 
 
 def can_overlap(x: Tensor, axis: Axis) -> bool:
-    """Whether `start_*` may be used: real processes, and no derivative being recorded."""
-    return axis.group is not None and not torch.is_grad_enabled() and type(x) is Tensor
+    """Whether `start_*` may be used: real processes, no derivative recorded, no transform running.
+
+    Tensors inside `torch.func` transforms have the plain type, and torch.distributed would give
+    them unreduced data or drop their tangents without an error.
+    """
+    return (
+        axis.group is not None
+        and not torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad.unpack_dual(x).tangent is None
+    )
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
@@ -59,6 +69,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     Returns:
         The pending piece, V over `axis`.
     """
+    dim %= x.ndim
     cut = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0).contiguous()
     if x.device.type == "cpu":
         parts = torch.empty_like(cut)
@@ -80,6 +91,7 @@ def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     Returns:
         The pending whole.
     """
+    dim %= x.ndim
     parts = x.new_empty(axis.size, *x.shape)
     work = dist.all_gather_single(
         parts.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True
