@@ -83,54 +83,55 @@ class Transport:
                 receiver, size) have equal shapes.
         """
         self._reap()
-        self._exchange_descriptions(batch, outgoing, sizes)
-        p2p: list[dist.P2POp] = []
-        counts: list[tuple[Send | Recv, int, list[Tensor]]] = []
-        for op in batch:
-            if isinstance(op, Send):
-                tensors = [x.contiguous() for x in outgoing[op].values()]
-                start, header = dist.isend, _header(op, self._device)
-            else:
-                shapes = self._shapes[op.kind, op.to, sizes[op.mb]]
-                message = empty_like_description(shapes, self._device)
-                start, header = dist.irecv, torch.empty(3, dtype=torch.int64, device=self._device)
-                tensors = list(message.values())
-                self._posted[op] = (header, message, [])
-            peer = self._ranks[op.peer]
-            p2p += [dist.P2POp(start, x, peer, group=self._group) for x in (header, *tensors)]
-            counts.append((op, 1 + len(tensors), [header, *tensors]))
-        works = iter(dist.batch_isend_irecv(p2p))
-        self._keep(counts, list(works), len(p2p))
-
-    def _keep(
-        self, counts: list[tuple[Send | Recv, int, list[Tensor]]], works: list[Any], total: int
-    ) -> None:
-        """Every handle is kept: NCCL returns one for the batch, gloo one for each tensor."""
-        coalesced = len(works) != total
-        for op, count, tensors in counts:
-            mine = works if coalesced else [works.pop(0) for _ in range(count)]
-            if isinstance(op, Recv):
-                self._posted[op][2].extend(mine)
-            else:
-                self._sent.extend((work, tensors) for work in mine)
-
-    def _exchange_descriptions(
-        self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Sequence[Any]
-    ) -> None:
-        """Tell and learn shapes not met before; sends first, so that no stages wait in a circle."""
-        for op in batch:
+        posts: list[tuple[Send | Recv, list[Tensor]]] = [
+            (op, self._outgoing(op, outgoing[op], sizes)) for op in batch if isinstance(op, Send)
+        ]
+        for op in (op for op in batch if isinstance(op, Recv)):
             key = (op.kind, op.to, sizes[op.mb])
-            if isinstance(op, Send) and key not in self._told:
-                self._told.add(key)
-                text = describe(outgoing[op]).to(self._device)
-                work = dist.isend(text, self._ranks[op.peer], group=self._group)
-                self._sent.append((work, [text]))
-        for op in batch:
-            key = (op.kind, op.to, sizes[op.mb])
-            if isinstance(op, Recv) and key not in self._shapes:
+            if key not in self._shapes:
+                # Sends go before this wait: the peer may need them to get to its description.
                 text = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=self._device)
-                dist.recv(text, self._ranks[op.peer], group=self._group)
-                self._shapes[key] = text
+                for work in self._start([*posts, (op, [text])]):
+                    work.wait()
+                self._shapes[key], posts = text, []
+            header = torch.empty(3, dtype=torch.int64, device=self._device)
+            message = empty_like_description(self._shapes[key], self._device)
+            self._posted[op] = (header, message, [])
+            posts.append((op, [header, *message.values()]))
+        self._start(posts)
+
+    def _outgoing(self, op: Send, message: Message, sizes: Sequence[Any]) -> list[Tensor]:
+        """What goes over the wire: the description the first time, the tag, the tensors."""
+        key = (op.kind, op.to, sizes[op.mb])
+        text = [] if key in self._told else [describe(message).to(self._device)]
+        self._told.add(key)
+        return [*text, _header(op, self._device), *(x.contiguous() for x in message.values())]
+
+    def _start(self, posts: Sequence[tuple[Send | Recv, list[Tensor]]]) -> list[Any]:
+        """Post all together and keep every handle; returns those of the last op.
+
+        NCCL returns one handle for the batch, gloo one for each tensor.
+        """
+        p2p = [
+            dist.P2POp(
+                dist.isend if isinstance(op, Send) else dist.irecv,
+                x,
+                self._ranks[op.peer],
+                group=self._group,
+            )
+            for op, tensors in posts
+            for x in tensors
+        ]
+        works = list(dist.batch_isend_irecv(p2p)) if p2p else []
+        coalesced = len(works) != len(p2p)
+        mine: list[Any] = []
+        for op, tensors in posts:
+            mine = works if coalesced else [works.pop(0) for _ in tensors]
+            if isinstance(op, Send):
+                self._sent.extend((work, tensors) for work in mine)
+            elif op in self._posted:
+                self._posted[op][2].extend(mine)
+        return mine
 
     def take(self, op: Recv) -> Message:
         """Wait for a posted message and compare its tag.
