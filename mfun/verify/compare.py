@@ -84,9 +84,19 @@ def judge(plan: Plan, results: Sequence[RankResult], history: Any) -> Report:
             bitwise = bitwise and not apart
             notes += [f"{path}: replicas' {kind} differ over {apart}"] if apart else []
     for path, error in grads.items():
-        if not error <= BOUND:
+        if path not in history.first_grads:
+            notes.append(f"{path}: the reference has no such parameter")
+        elif not error <= BOUND:
             cause = diagnose(plan, path, specs[path], results, history.first_grads[path])
             notes.append(f"{path}: gradient off by {error:.2e} (relative); {cause}")
+    absent = sorted(set(history.first_grads) - set(specs))
+    notes += [f"no stage holds {', '.join(absent)}"] if absent else []
+    for path, error in params.items():
+        if not error <= BOUND and grads[path] <= BOUND:
+            notes.append(
+                f"{path}: parameter off by {error:.2e} (relative) after {len(history.losses)} "
+                "updates, its first gradient is right; check initial values and the optimizer"
+            )
     if not loss <= BOUND:
         notes.append(f"loss off by {loss:.2e} (relative)")
     if not norm <= BOUND:
@@ -176,15 +186,19 @@ def diagnose(
     have = unshard_leaf([(r.coords, r.grads[path]) for r in holders], spec, plan.mesh)
     row = plan.table[path]
     near = lambda a, b: leaf_error(a, b, 0.0) <= 1e-6  # noqa: E731
-    for axis in ("tp", "dp", "cp", "pp"):
-        size = plan.mesh.size(axis)
-        if size == 1:
-            continue
+    sizes = {a: plan.mesh.size(a) for a in ("tp", "dp", "cp", "pp")} | {
+        r.axis: r.size for r in row.rows
+    }
+    for size in sorted(set(sizes.values()) - {1}):
+        over = " or ".join(axis for axis, n in sizes.items() if n == size)
         if near(have, want * size):
-            return f"{size} times too large: one sum over {axis} too many, or no division"
+            cause = f"summed once too often over {over}, or a 1/{size} is missing"
+            return f"{size} times too large: {cause}"
         if near(have * size, want):
-            return f"{size} times too small: one division over {axis} too many, or no sum"
-        if near(_summed_over(plan.mesh, axis, spec, holders, path), want):
+            cause = f"divided once too often over {over}, or its sum is missing"
+            return f"{size} times too small: {cause}"
+    for axis in ("tp", "dp", "cp", "pp"):
+        if sizes[axis] > 1 and near(_summed_over(plan.mesh, axis, spec, holders, path), want):
             return f"each rank holds a summand: the sum over {axis} is missing"
     declared = ", ".join(f"{r.axis} {r.kind}" for r in row.rows) or "no reduction"
     return f"its declared reduction is: {declared}; check that and the collectives before it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,7 +56,7 @@ def read(folder: Path, rank: int) -> RankResult:
     """What a rank left."""
     numbers = json.loads((folder / f"rank-{rank}.json").read_text())
     tensors = load_file(folder / f"rank-{rank}.safetensors")
-    pick = {
+    pick: dict[str, Any] = {
         kind: {p.removeprefix(f"{kind}."): x for p, x in tensors.items() if p.startswith(kind)}
         for kind in KINDS
     }
@@ -63,6 +64,7 @@ def read(folder: Path, rank: int) -> RankResult:
 
 
 def _run(layout: Plan, place: Place) -> RankResult:
-    groups = distribute(layout.mesh, needed_groups(layout.table, layout.mesh))
+    needed = needed_groups(layout.table, layout.mesh)
+    groups = distribute(layout.mesh, needed, layout.config.train.timeout_s)
     result = finish(program(layout, ProcessWorld(groups)))
     return RankResult(coords=layout.mesh.coords(place.rank), **result)

@@ -16,6 +16,9 @@ from mfun.config import microbatch_sizes as microbatches_of
 
 LOCAL_RANKS = 8
 """Most ranks that are started as processes; larger layouts are run in one process."""
+LEAST_EPS = 1e-4
+"""Least `optim.eps`: some true gradients are 0 (a key bias's), and Adam would turn their rounding,
+1e-17, into updates of 1e-17 / eps learning rates: compared to 1e-10, that must stay far below."""
 
 
 def shrink(config: Config, steps: int = 3) -> Config:
@@ -101,10 +104,10 @@ def _heads(heads: int, kv: int, tp: int) -> tuple[int, int]:
 
 
 def _optim(optim: OptimConfig, train: TrainConfig, steps: int) -> OptimConfig:
-    """Warm-up and decay squeezed into the compared steps."""
+    """Warm-up and decay squeezed into the compared steps; no noise amplified by Adam."""
     warmup = min(optim.warmup, 1)
     end = optim.decay_steps and max(warmup + 1, round(steps * optim.decay_steps / train.steps))
-    return attrs.evolve(optim, warmup=warmup, decay_steps=end)
+    return attrs.evolve(optim, warmup=warmup, decay_steps=end, eps=max(optim.eps, LEAST_EPS))
 
 
 def _train(config: Config, parallel: ParallelConfig, steps: int) -> TrainConfig:
