@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,3 +34,21 @@ def pool() -> Iterator[Pool]:
     ranks = Pool()
     yield ranks
     ranks.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The score of the planted faults (tests/faults.py), where any were run."""
+    caught: dict[str, list[bool]] = {}
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for key, value in report.user_properties if report.when == "call" else ():
+            if key == "planted fault":
+                caught.setdefault(value[0], []).append(bool(value[2]))
+    for area, each in caught.items():
+        terminalreporter.write_line(
+            f"planted faults, {area + ':':<16} {sum(each)}/{len(each)} caught"
+        )
+    if caught:
+        everything = [one for each in caught.values() for one in each]
+        terminalreporter.write_line(
+            f"planted faults, in all:          {sum(everything)}/{len(everything)} caught"
+        )

@@ -1,0 +1,1617 @@
+"""Planted faults: each breaks one thing in mfun and is caught by a named property.
+
+A row is (name, plant, property, says, why): `plant(monkeypatch)` breaks mfun from outside,
+`property` holds of mfun as it is and must fail with the fault, `says` is a pattern that the failure
+must show, so that a report leads to the cause, and `why` what the fault would mean in training.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from mfun.comm import p2p
+from mfun.comm.collectives import DUALS, Rule
+from mfun.grads.table import Kind
+from mfun.pipeline import mailbox
+from mfun.schedule import Recv, Send
+from tests import properties as holds
+from tests.planting import Plant, all_of, edit, put, row
+from tests.properties import Property, train
+
+
+class Fault(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    plant: Plant
+    property: Property
+    says: str
+    why: str
+
+
+# Tiny trainings that exercise what their settings say, compared with the reference.
+ONE = train("dropout=0")
+TP = train("tp=2")  # padded vocabulary, learned positions, tied
+SEQUENCE = train("tp=2 sequence_parallel=true bias=all dropout=0.1")
+BIAS = train("tp=2 bias=all steps=2 lr=0.1")
+GROUPED = train("tp=4 heads=4 kv_heads=2 qk_norm=true position=rotary bias=qkv norm=rmsnorm")
+QUERIES = train("heads=4 kv_heads=2 activation=swiglu position=rotary qk_norm=true")
+DATA = train("dp=2 global_batch=6")  # unequal microbatches
+MICROBATCH = train("dp=2 global_batch=6 loss_norm=microbatch")
+STAGES = train("pp=2 layers=3 microbatches=3 global_batch=3 parallel.schedule=gpipe")
+UNTIED = train("pp=2 layers=2 tied=false parallel.schedule=1f1b global_batch=3")
+MESH = train("tp=2 dp=3 pp=2 layers=2 order=dp-tp-pp global_batch=3 microbatches=1 tied=false")
+SMOOTH = train("tp=2 label_smoothing=0.1 z_loss=0.01")
+DROPOUT = train("tp=2 dp=2 dropout=0.2 steps=2")
+WINDOW = train("sliding_window=2 position=none")
+PACKED = train("packed=true")
+PACKED_ROTARY = train("packed=true position=rotary")
+RECOMPUTE = train("dropout=0.2 recompute=full")
+ADAM = train("steps=3 lr=0.1 weight_decay=0.5 bias=all")
+CLIP = train("tp=2 pp=2 layers=2 clip=0.05")
+SGD = train("name=sgd steps=3 clip=0.05 weight_decay=0.5")
+FALLS = holds.train_all(
+    *(
+        f"steps=3 warmup=1 decay_steps=4 min_lr=0.01 lr=0.1 optim.schedule={name}"
+        for name in ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
+    )
+)
+YARN = train("position=rotary rope_scaling=yarn rope_factor=4 rope_original=8 rope_beta_fast=4")
+SCALED = holds.train_all(
+    "position=rotary rope_scaling=linear rope_factor=4",
+    "position=rotary rope_scaling=llama3 rope_factor=4 rope_original=64",
+)
+# The same as processes run it, each rank a thread.
+RANKS = train("tp=2 pp=2 layers=2 bias=all", "threads")
+RANKS_SEQUENCE = train("tp=2 sequence_parallel=true bias=all dropout=0.1", "threads")
+RANKS_STAGES = train("pp=2 dp=2 layers=2 global_batch=6", "threads")
+RANKS_GPIPE = train(
+    "pp=2 layers=2 microbatches=3 global_batch=3 parallel.schedule=gpipe", "threads"
+)
+RANKS_LOSS = train("tp=2 label_smoothing=0.1 z_loss=0.01 packed=true", "threads")
+RANKS_WINDOW = train("heads=4 kv_heads=2 sliding_window=2", "threads")
+
+
+def rule(name: str, dual: str) -> Plant:
+    """Another dual in a row of `DUALS`."""
+    types, _, megatron = DUALS[name]
+    return row("comm.collectives:DUALS", name, Rule(types, dual, megatron))
+
+
+def kind(name: str, weight: Any) -> Plant:
+    """Another weight in a row of `KINDS`."""
+    return row("grads.table:KINDS", name, Kind(weight, ""))
+
+
+def swap_messages(kind: str, to: int) -> Plant:
+    """Microbatches 0 and 1 change places in the mailbox, tags unchanged."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = mailbox.MailboxWorld.post
+
+        def post(self: Any, batch: Any, outgoing: Any, sizes: Any) -> None:
+            original(self, batch, outgoing, sizes)
+            boxes = self._office.boxes
+            a, b = (kind, 0, to), (kind, 1, to)
+            if a in boxes and any(op.tag == b for op in batch):
+                boxes[a], boxes[b] = boxes[b], boxes[a]
+
+        patch.setattr(mailbox.MailboxWorld, "post", post)
+
+    return Plant("pipeline.mailbox:MailboxWorld.post", plant)
+
+
+def send_second_first(patch: pytest.MonkeyPatch) -> None:
+    """Each rank's transport holds back its first message and sends it after its second."""
+    original = p2p.Transport.post
+
+    def post(self: Any, batch: Any, outgoing: Any, sizes: Any) -> None:
+        sends = [op for op in batch if isinstance(op, Send)]
+        late = self.__dict__.setdefault("late", [])
+        if sends and not late:
+            late.append((sends, {op: outgoing[op] for op in sends}))
+            batch = [op for op in batch if isinstance(op, Recv)]
+        if batch:
+            original(self, batch, outgoing, sizes)
+        if sends and len(late) == 1 and late[0][0] != sends:
+            late.append(None)
+            first, messages = late[0]
+            original(self, first, messages, sizes)
+
+    patch.setattr(p2p.Transport, "post", post)
+
+
+SECOND_FIRST = Plant("comm.p2p:Transport.post", send_second_first)
+
+
+COLLECTIVES = (
+    Fault(
+        "copy's dual does not sum",
+        rule("copy", "copy"),
+        TP,
+        r"`copy` \(I -> R\).* axis 'tp'",
+        "Megatron's f without its all-reduce: the loss is right, gradients are one rank's part",
+    ),
+    Fault(
+        "copy's dual does not sum, unchecked",
+        rule("copy", "copy"),
+        holds.every_collective,
+        "copy's dual",
+        "the same, seen by the collective's own law",
+    ),
+    Fault(
+        "reduce's dual sums again",
+        rule("reduce", "reduce"),
+        TP,
+        "2 times too large.* tp",
+        "torch's all-reduce derivative: gradients tp times too large",
+    ),
+    Fault(
+        "all_reduce's dual does not sum",
+        rule("all_reduce", "copy"),
+        holds.every_collective,
+        "all_reduce's dual",
+        "a metric used by each rank's loss loses the other ranks' use of it",
+    ),
+    Fault(
+        "gather's dual only splits",
+        rule("gather", "split"),
+        SEQUENCE,
+        r"`split`.* axis 'tp'",
+        "sequence parallelism: each rank's tokens get one rank's share of the gradient",
+    ),
+    Fault(
+        "reduce_scatter's dual has another dual",
+        rule("reduce_scatter", "unsplit"),
+        holds.second_derivatives,
+        "cut along the sequence",
+        "gather and unsplit give equal values: only the second derivative tells",
+    ),
+    Fault(
+        "split's dual sums",
+        rule("split", "reduce_scatter"),
+        holds.every_collective,
+        "split's|sizes",
+        "a layer that cuts its own input",
+    ),
+    Fault(
+        "unsplit's dual sums",
+        rule("unsplit", "reduce_scatter"),
+        holds.linear_variants,
+        "column: gradient of",
+        "a gathered output's gradient comes n times too large",
+    ),
+    Fault(
+        "gathered output where an unsplit is meant",
+        edit("nn.linear:column_linear", ("comm.unsplit(y, axis, -1)", "comm.gather(y, axis, -1)")),
+        holds.linear_variants,
+        "column: gradient of",
+        "the two have equal values and other derivatives",
+    ),
+    Fault(
+        "all_to_all's dual keeps its dims",
+        edit("comm.collectives:dual_of", ("(params[1], params[0])", "params")),
+        holds.every_collective,
+        "all_to_all|sizes",
+        "the gradient comes back permuted",
+    ),
+    Fault(
+        "shift's dual goes the same way",
+        edit("comm.collectives:dual_of", ("(-params[0],)", "params")),
+        holds.every_collective,
+        "shift's dual",
+        "a ring's gradients land on the wrong rank",
+    ),
+    Fault(
+        "broadcast's dual does not sum",
+        rule("broadcast", "copy"),
+        holds.every_collective,
+        "broadcast's dual",
+        "the root gets its own use of the value only",
+    ),
+    Fault(
+        "collect's dual stays at home",
+        rule("collect", "copy"),
+        holds.every_collective,
+        "collect's dual",
+        "ranks other than the root get no gradient",
+    ),
+    Fault(
+        "backward computes on the stack, without a dual of its own",
+        edit(
+            "comm.collectives:Ranked.backward",
+            (
+                "Ranked.apply(grad, axis, *dual_of(name, params), rank_dim)",
+                "kernels.on_ranks(dual_of(name, params)[0], grad, axis, params, rank_dim)",
+            ),
+        ),
+        holds.second_derivatives,
+        "the product",
+        "first derivatives are right, Hessian-vector products are not",
+    ),
+    Fault(
+        "forward mode does not communicate",
+        edit(
+            "comm.collectives:Ranked.jvp", ("Ranked.apply(tangent, *ctx.static)", "tangent.clone()")
+        ),
+        holds.every_collective,
+        "forward derivative",
+        "jvp and Hessians by forward over reverse are one rank's part",
+    ),
+    Fault(
+        "reduce_scatter does not sum",
+        edit(
+            "comm.kernels:_on_members",
+            ("_cut(g.sum(1), dim, size, 1)", "_cut(g[:, 0], dim, size, 1)"),
+        ),
+        SEQUENCE,
+        "loss off",
+        "row layers return one rank's summand",
+    ),
+    Fault(
+        "all_reduce averages",
+        edit(
+            "comm.kernels:_on_members",
+            ("g.sum(1, keepdim=True).expand_as(g)", "g.mean(1, keepdim=True).expand_as(g)"),
+        ),
+        TP,
+        "loss off",
+        "the data-parallel habit, in a tensor-parallel region",
+    ),
+    Fault(
+        "gather in the wrong order",
+        edit(
+            "comm.kernels:_on_members",
+            ("whole = _glue(g, 1, dim)", "whole = _glue(g.flip(1), 1, dim)"),
+        ),
+        SEQUENCE,
+        "loss off",
+        "tokens of one rank under another's positions",
+    ),
+    Fault(
+        "split takes the other end",
+        edit(
+            "comm.kernels:_on_members",
+            ("_cut(g, dim, size, 2).diag", "_cut(g, dim, size, 2).flip(2).diag"),
+        ),
+        holds.linear_variants,
+        "column|row",
+        "a rank works on a piece that its weights do not belong to",
+    ),
+    Fault(
+        "results go back to the ranks in group order",
+        edit("comm.kernels:_ungrouped", ("_, inverse =", "inverse, _ =")),
+        MESH,
+        "axis 'tp'",
+        "only seen where groups are not consecutive ranks",
+    ),
+    Fault(
+        "the tp axis is the dp axis",
+        edit("comm.groups:Groups.tp", ('self.over("tp")', 'self.over("dp")')),
+        train("tp=2 dp=2"),
+        "axis 'dp'",
+        "a process group built from the wrong ranks",
+    ),
+)
+
+REDUCTIONS = (
+    Fault(
+        "the data-parallel row is skipped",
+        put("grads.table:DATA_AXES", ("cp",)),
+        DATA,
+        r"embed\.tokens.*sum over dp is missing",
+        "data ranks train apart",
+    ),
+    Fault(
+        "data-parallel gradients are averaged",
+        kind("data", lambda size: 1.0 / size),
+        DATA,
+        r"embed\.tokens.*2 times too small.*dp",
+        "the token count already is the global one",
+    ),
+    Fault(
+        "the tensor-parallel row is skipped",
+        put("grads.table:MODEL_AXES", ()),
+        SEQUENCE,
+        r"norm1\.weight.*sum over tp is missing",
+        "norms train apart under sequence parallelism",
+    ),
+    Fault(
+        "equal gradients have weight 1",
+        kind("equal", lambda size: 1.0),
+        TP,
+        r"norm1\.weight.*2 times too large.*tp",
+        "norm gradients tp times too large",
+    ),
+    Fault(
+        "partial gradients are averaged",
+        kind("partial", lambda size: 1.0 / size),
+        SEQUENCE,
+        r"norm1\.weight.*2 times too small.*tp",
+        "norm gradients tp times too small",
+    ),
+    Fault(
+        "repeated heads are averaged",
+        kind("repeated", lambda size: 1.0 / size),
+        GROUPED,
+        r"attn\.kv: .*2 times too small.*tp",
+        "key and value heads fewer than tp",
+    ),
+    Fault(
+        "repeated heads are not summed",
+        edit("spec:others", ("if axis not in named:", "if axis not in named and not halves:")),
+        GROUPED,
+        r"attn\.kv: .*tp",
+        "a rank's copy of a key head sees its own query heads only",
+    ),
+    Fault(
+        "repeated heads declared equal",
+        edit("models.specs:_grouped", ('{cut.inner: "partial"}', '{cut.inner: "equal"}')),
+        GROUPED,
+        r"attn\.kv: .*tp",
+        "the same by declaration",
+    ),
+    Fault(
+        "repeated heads are the other ranks'",
+        edit(
+            "spec:axis_index",
+            (
+                'at // inner if axis.part == "outer" else at % inner',
+                'at % inner if axis.part == "outer" else at // inner',
+            ),
+        ),
+        GROUPED,
+        r"attn\.kv",
+        "query heads use the key head of another group",
+    ),
+    Fault(
+        "averaged gradients are summed",
+        kind("mean", lambda size: 1.0),
+        holds.declared_mean,
+        "gradient of w",
+        "a row for parameters that are averaged by declaration",
+    ),
+    Fault(
+        "tied stages are averaged",
+        kind("tied", lambda size: 1.0 / size),
+        STAGES,
+        r"embed\.tokens.*2 times too small.*pp",
+        "embedding and head each give a summand",
+    ),
+    Fault(
+        "tied stages are not joined",
+        edit(
+            "grads.table:Reduction.joined",
+            ("self.stages if len(self.stages) > 1 else None", "None"),
+        ),
+        STAGES,
+        r"embed\.tokens.*pp",
+        "the two copies of a tied table drift apart",
+    ),
+    Fault(
+        "norms under sequence parallelism declared equal",
+        edit(
+            "models.specs:_replicated",
+            ('"partial" if config.parallel.sequence_parallel else "equal"', '"equal"'),
+        ),
+        SEQUENCE,
+        r"final_norm\.weight.*tp",
+        "GPT-NeoX: the loss stalls, since norms see their own tokens only",
+    ),
+    Fault(
+        "norms without sequence parallelism declared partial",
+        edit(
+            "models.specs:_replicated",
+            ('"partial" if config.parallel.sequence_parallel else "equal"', '"partial"'),
+        ),
+        TP,
+        r"final_norm\.weight.*2 times too large.*tp",
+        "the opposite mistake",
+    ),
+    Fault(
+        "position table under sequence parallelism declared equal",
+        edit("models.specs:embedding_specs", ("grad=_replicated(config)", 'grad={"tp": "equal"}')),
+        SEQUENCE,
+        r"embed\.positions.*tp",
+        "each rank adds positions to its own tokens only",
+    ),
+    Fault(
+        "q and k norms declared equal",
+        edit("models.specs:_attention", ('grad={"tp": "partial"}', 'grad={"tp": "equal"}')),
+        GROUPED,
+        r"attn\.q_norm.*tp",
+        "they act on this rank's heads, with or without sequence parallelism",
+    ),
+    Fault(
+        "row bias under sequence parallelism declared equal",
+        edit("models.specs:_attention", ("P(), _replicated(config)", 'P(), {"tp": "equal"}')),
+        SEQUENCE,
+        r"attn\.out_bias.*tp",
+        "a bias added to this rank's tokens",
+    ),
+    Fault(
+        "second row bias under sequence parallelism declared equal",
+        edit("models.specs:_mlp", ("P(), _replicated(config)", 'P(), {"tp": "equal"}')),
+        SEQUENCE,
+        r"mlp\.down_bias.*tp",
+        "the same in the feed-forward layer",
+    ),
+    Fault(
+        "an undeclared gradient counts as equal",
+        edit(
+            "grads.table:_declared",
+            ("    raise ValueError(", '    return "equal"\n    raise ValueError('),
+        ),
+        holds.undeclared,
+        "not refused",
+        "a new layer's forgotten declaration would train wrongly",
+    ),
+    Fault(
+        "finalize's weights are applied twice",
+        edit("grads.finalize:finalize_steps", ("view.mul_(weight)", "view.mul_(weight * weight)")),
+        TP,
+        r"norm1\.weight.*2 times too small.*tp",
+        "once before and once after the sum",
+    ),
+    Fault(
+        "finalize's weights are forgotten",
+        edit("grads.finalize:finalize_steps", ("if weight != 1.0:", "if False:")),
+        TP,
+        r"norm1\.weight.*2 times too large.*tp",
+        "equal gradients are summed",
+    ),
+    Fault(
+        "the first bucket is not reduced",
+        edit("grads.finalize:finalize_steps", ("in grads.order():", "in grads.order()[1:]:")),
+        DATA,
+        "sum over dp is missing",
+        "a bucket skipped by an overlap that thought it done",
+    ),
+    Fault(
+        "the reduced bucket is thrown away",
+        edit("grads.finalize:finalize_steps", ("if whole is not grads.buffers[i]:", "if False:")),
+        DATA,
+        "sum over dp is missing",
+        "the sum went to a temporary",
+    ),
+    Fault(
+        "the tree form of finalize forgets weights",
+        edit("grads.finalize:finalize", ("grad = grad * row.weight", "pass")),
+        holds.finalized_tree,
+        "gradient of equal",
+        "research code under simulate",
+    ),
+    Fault(
+        "the tree form of finalize forgets the sum",
+        edit("grads.finalize:finalize", ("if row.axes else grad", "if not row.axes else grad")),
+        holds.finalized_tree,
+        "gradient of",
+        "the same",
+    ),
+    Fault(
+        "leaves of different groups share a bucket",
+        edit(
+            "grads.buffers:GradBuffers.__init__",
+            ("(str(dtype), *table[path].group)", "(str(dtype),)"),
+        ),
+        SEQUENCE,
+        r"mlp\.up: gradient off",
+        "matrices are summed over tp along with norms",
+    ),
+    Fault(
+        "bucket order differs by stage",
+        edit(
+            "grads.buffers:GradBuffers.order",
+            ("sorted(range(len(self.buckets)), key=rank)", "list(range(len(self.buckets)))"),
+        ),
+        holds.tied_in_any_order,
+        "gradient of",
+        "stages reduce one tied tensor into another, or hang",
+    ),
+    Fault(
+        "buffer views overlap",
+        edit(
+            "flat:_Filling.add",
+            ("start = round_up(self.used, self.align)", "start = max(0, self.used - 1)"),
+        ),
+        ONE,
+        "gradient off",
+        "a span off by one",
+    ),
+    Fault(
+        "microbatch gradients are overwritten",
+        edit("grads.buffers:GradBuffers.add", ("view.add_(grad)", "view.copy_(grad)")),
+        ONE,
+        "gradient off",
+        "only the last microbatch counts",
+    ),
+    Fault(
+        "the window does not start",
+        edit("grads.buffers:GradBuffers.start", ("self._fresh = set(self.views)", "pass")),
+        ONE,
+        "gradient norm off",
+        "gradients of the previous step are added to",
+    ),
+    Fault(
+        "the window is not closed",
+        edit("grads.buffers:GradBuffers.close", ("self.views[path].zero_()", "pass")),
+        holds.unused_leaves,
+        "gradient of z",
+        "a leaf that was not used keeps a stale gradient",
+    ),
+    Fault(
+        "the norm counts replicas per rank",
+        edit("grads.finalize:owns", ("float(first and stage", "float(stage")),
+        TP,
+        "gradient norm off",
+        "norms 1.4 times too large with tp, and clipping with them",
+    ),
+    Fault(
+        "the norm counts tied leaves per stage",
+        edit("grads.finalize:owns", (" and stage == row.stages[0]", "")),
+        STAGES,
+        "gradient norm off",
+        "tied tables counted twice",
+    ),
+    Fault(
+        "the norm is not summed over tp",
+        edit("grads.finalize:global_norm", ('("tp",), everywhere', "(), everywhere")),
+        TP,
+        "gradient norm off",
+        "each rank clips by its own norm",
+    ),
+    Fault(
+        "the norm is not summed over stages",
+        edit("grads.finalize:global_norm", ('("tp",), everywhere', '("tp",), None')),
+        CLIP,
+        "gradient norm off",
+        "each stage clips by its own norm, replicas drift apart",
+    ),
+)
+
+NORMALISATION = (
+    Fault(
+        "token count of this rank",
+        edit("grads.normalise:seeds", ('("dp", "cp")', '("cp",)')),
+        DATA,
+        "loss off",
+        "a sample's weight depends on its neighbours' lengths",
+    ),
+    Fault(
+        "token count divided again by dp",
+        edit(
+            "grads.normalise:seeds",
+            ("1.0 / total.clamp(min=1.0)", "1.0 / total.clamp(min=1.0) / world.mesh.dp"),
+        ),
+        DATA,
+        "2 times too small.*dp",
+        "torchtune and fairseq after moving to global counts",
+    ),
+    Fault(
+        "microbatch means where tokens are asked for",
+        edit("grads.normalise:seeds", ("match norm:", 'match "microbatch":')),
+        ONE,
+        "loss off",
+        "the published accumulation bug of the Hugging Face trainer",
+    ),
+    Fault(
+        "token mean where microbatch means are asked for",
+        edit("grads.normalise:seeds", ("match norm:", 'match "tokens":')),
+        MICROBATCH,
+        "loss off",
+        "the option does nothing",
+    ),
+    Fault(
+        "microbatch means are not divided by data ranks",
+        edit("grads.normalise:seeds", (" * len(counts) * ranks", " * len(counts)")),
+        MICROBATCH,
+        "2 times too large.*dp",
+        "the learning rate grows with dp",
+    ),
+    Fault(
+        "microbatch means are not divided by their number",
+        edit("grads.normalise:seeds", (" * len(counts) * ranks", " * ranks")),
+        MICROBATCH,
+        "loss off",
+        "the learning rate grows with accumulation",
+    ),
+    Fault(
+        "a batch without a valid token divides by 0",
+        edit("grads.normalise:seeds", ("1.0 / total.clamp(min=1.0)", "1.0 / total")),
+        holds.no_tokens,
+        "nan",
+        "one empty batch turns all weights into NaN",
+    ),
+    Fault(
+        "a microbatch without a valid token divides by 0",
+        edit("grads.normalise:seeds", ("count.clamp(min=1.0)", "count")),
+        holds.no_tokens,
+        "nan",
+        "the same with microbatch means",
+    ),
+    Fault(
+        "masked tokens are counted",
+        edit(
+            "train.step:count_tokens",
+            ('batch["mask"].double()', 'torch.ones_like(batch["mask"]).double()'),
+        ),
+        ONE,
+        "loss off",
+        "padding dilutes the loss",
+    ),
+    Fault(
+        "masked tokens are learned from",
+        edit("models.gpt:apply_loss", ('ctx.batch["mask"]', 'ctx.batch["mask"] * 0 + 1')),
+        ONE,
+        "loss off",
+        "padding is trained on",
+    ),
+    Fault(
+        "the reported loss is this data rank's",
+        edit("train.step:Trainer._total", ('("dp", "cp"), everywhere', "(), everywhere")),
+        DATA,
+        "loss off",
+        "training is right, its curve is not",
+    ),
+    Fault(
+        "the reported loss stays on the last stage",
+        edit("train.step:Trainer._total", ('("dp", "cp"), everywhere', '("dp", "cp"), None')),
+        UNTIED,
+        "loss off",
+        "rank 0 logs 0",
+    ),
+    Fault(
+        "evaluation averages microbatch means",
+        edit("train.step:Trainer.evaluate", ('"tokens")', '"microbatch")')),
+        holds.evaluation,
+        "validation loss",
+        "torchtitan: the training wrapper reused for validation",
+    ),
+    Fault(
+        "evaluation with dropout",
+        edit(
+            "pipeline.executor:evaluate",
+            (
+                "program.layer(layer, batches[mb], None)",
+                'program.layer(layer, batches[mb], Key(0, ("dropout", 0)))',
+            ),
+        ),
+        holds.evaluation,
+        "validation loss",
+        "a model left in training mode",
+    ),
+)
+
+PIPELINE = (
+    Fault(
+        "backward starts without the seed",
+        edit(
+            "pipeline.executor:train_step",
+            ("seeds[mb].to(losses[mb].dtype)", "torch.ones_like(seeds[mb])"),
+        ),
+        UNTIED,
+        "gradient off",
+        "gradients of the sum, not of the mean: too large by the token count",
+    ),
+    Fault(
+        "every microbatch has the first one's seed",
+        edit("pipeline.executor:train_step", ("seeds[mb].to", "seeds[0].to")),
+        MICROBATCH,
+        "gradient off",
+        "seen only where microbatches differ in length",
+    ),
+    Fault(
+        "a stage reads another microbatch's labels",
+        edit(
+            "pipeline.executor:train_step",
+            ("_forward(program, x, batches[mb], key)", "_forward(program, x, batches[0], key)"),
+        ),
+        STAGES,
+        "loss off",
+        "activations and labels of different samples",
+    ),
+    Fault(
+        "two activations are swapped",
+        swap_messages("act", 1),
+        STAGES,
+        "loss off",
+        "messages without tags arrive in another order",
+    ),
+    Fault(
+        "two gradients are swapped",
+        swap_messages("grad", 0),
+        STAGES,
+        r"blocks\.0.*gradient off",
+        "the same on the way back: the loss is right",
+    ),
+    Fault(
+        "a stage cut drops a block",
+        edit("pipeline.stage:cut", ("for b in numbers]", "for b in numbers[:1]]")),
+        STAGES,
+        r"no stage holds blocks\.",
+        "uneven stages",
+    ),
+    Fault(
+        "a stage cut repeats a block",
+        edit("pipeline.stage:cut", ("for b in numbers]", "for b in [*numbers, numbers[-1]]]")),
+        UNTIED,
+        "loss off",
+        "the model is deeper than it says",
+    ),
+    Fault(
+        "a stage runs its blocks backwards",
+        edit("pipeline.stage:cut", ("for b in numbers]", "for b in reversed(numbers)]")),
+        STAGES,
+        "loss off",
+        "all parameters are there, in another order",
+    ),
+    Fault(
+        "recompute with another dropout key",
+        edit(
+            "pipeline.executor:Program.layer",
+            (
+                "batch, key, self",
+                'batch, key.fold("again") if key and torch.is_grad_enabled() else key, self',
+            ),
+        ),
+        RECOMPUTE,
+        "gradient off",
+        "a generator's state was not put back",
+    ),
+    Fault(
+        "the mailbox sums over the wrong ranks",
+        edit(
+            "pipeline.mailbox:MailboxWorld._within", ("stage_groups(*axes)", 'stage_groups("tp")')
+        ),
+        MESH,
+        "dp",
+        "a data-parallel sum over tensor-parallel ranks",
+    ),
+    Fault(
+        "a sum over stages keeps one stage's",
+        edit("pipeline.mailbox:MailboxWorld.all_reduce", ("parts.sum(0)", "parts[0]")),
+        STAGES,
+        r"embed\.tokens",
+        "the tied table's gradient is the embedding's alone",
+    ),
+    Fault(
+        "1f1b warms up by one microbatch too many",
+        edit("schedule.generators:one_f_one_b", ("min(stages - stage - 1,", "min(stages - stage,")),
+        holds.schedules,
+        "in flight",
+        "a stage keeps one more microbatch than planned",
+    ),
+    Fault(
+        "1f1b warms up by one microbatch too few",
+        edit(
+            "schedule.generators:one_f_one_b",
+            ("min(stages - stage - 1,", "min(max(0, stages - stage - 2),"),
+        ),
+        holds.schedules,
+        "end at",
+        "right numbers, at the price of a bubble",
+    ),
+    Fault(
+        "1f1b forgets the last backwards",
+        edit(
+            "schedule.generators:one_f_one_b",
+            ("range(microbatches - warmup, microbatches)", "range(0)"),
+        ),
+        holds.schedules,
+        "never runs",
+        "the gradients of the first microbatches are lost",
+    ),
+    Fault(
+        "gradients are sent forward",
+        edit("schedule.streams:gives", ('("grad", mb, virtual - 1)', '("grad", mb, virtual)')),
+        holds.schedules,
+        "grad",
+        "a message nobody waits for",
+    ),
+    Fault(
+        "the checker sees no deadlock",
+        edit("schedule.check:check", ("if stuck := rendezvous(streams):", "if stuck := ():")),
+        holds.bad_schedules,
+        "a deadlock was not refused",
+        "a bad schedule would hang on a cluster instead",
+    ),
+    Fault(
+        "the checker accepts streams that end early",
+        edit("schedule.check:_check_stage", ("if wrong := walk.ending(expected):", "if False:")),
+        holds.bad_schedules,
+        "not refused",
+        "a microbatch without backward",
+    ),
+)
+
+MODEL = (
+    Fault(
+        "column layers do not enter the region",
+        edit(
+            "nn.linear:ColumnLinear.forward",
+            ("enter(x, _at(axis, index), sequence_parallel)", "x"),
+        ),
+        TP,
+        "tp",
+        "without f: only gradients are wrong",
+    ),
+    Fault(
+        "row layers do not leave the region",
+        edit("nn.linear:leave", ("comm.reduce(x, axis)", "x")),
+        TP,
+        "axis 'tp'",
+        "each rank goes on with its own summand",
+    ),
+    Fault(
+        "row bias added before the sum",
+        edit(
+            "nn.linear:RowLinear.forward",
+            ("F.linear(x, w)", "F.linear(x, w, b)"),
+            ("y if b is None else y + b", "y"),
+        ),
+        BIAS,
+        "loss|_bias",
+        "outputs off by (tp - 1) times the bias",
+    ),
+    Fault(
+        "row bias missing",
+        edit("nn.linear:RowLinear.forward", ("y if b is None else y + b", "y")),
+        BIAS,
+        r"(out|down)_bias",
+        "a parameter that never learns",
+    ),
+    Fault(
+        "column bias missing",
+        edit("nn.mlp:mlp", ("None if bias is None else bias.flatten()", "None")),
+        BIAS,
+        r"up_bias",
+        "the same in a column layer",
+    ),
+    Fault(
+        "gate and value are exchanged",
+        edit("nn.mlp:activate", ("gate, value = h", "value, gate = h")),
+        QUERIES,
+        "loss off",
+        "a checkpoint of another system would be read wrongly",
+    ),
+    Fault(
+        "embedding without the mask",
+        edit(
+            "nn.embedding:vocab_embedding",
+            ("rows_bsd.masked_fill(foreign_bs.unsqueeze(-1), 0.0)", "rows_bsd"),
+        ),
+        TP,
+        "loss off",
+        "tokens of other ranks add row 0",
+    ),
+    Fault(
+        "embedding shard starts one row late",
+        edit(
+            "nn.embedding:vocab_embedding",
+            ("axis.index * w_vd.shape[0]", "axis.index * (w_vd.shape[0] + 1)"),
+        ),
+        TP,
+        "loss off",
+        "off by one at the cut of the vocabulary",
+    ),
+    Fault(
+        "positions of a shard start at 0",
+        edit(
+            "nn.embedding:position_embedding",
+            (
+                "coordinates(length // axis.size, axis)",
+                "coordinates(length // axis.size, axis) - axis.index * (length // axis.size)",
+            ),
+        ),
+        SEQUENCE,
+        "loss off",
+        "sequence parallelism: every rank thinks it is first",
+    ),
+    Fault(
+        "learned positions do not restart with documents",
+        edit("models.gpt:apply_embedding", ('ctx.batch.get("positions")', "None")),
+        PACKED,
+        "loss off",
+        "packed documents",
+    ),
+    Fault(
+        "documents see each other",
+        edit("models.gpt:_self_attention", ('ctx.batch.get("documents")', "None")),
+        PACKED,
+        "loss off",
+        "packed documents",
+    ),
+    Fault(
+        "documents see each other, fused",
+        edit("models.gpt:_self_attention", ('ctx.batch.get("documents")', "None")),
+        RANKS_LOSS,
+        "loss off",
+        "the same on processes",
+    ),
+    Fault(
+        "causal mask off by one",
+        edit("nn.attention:_plain", (".tril()", ".tril(1)")),
+        TP,
+        "loss off",
+        "a token sees the next one",
+    ),
+    Fault(
+        "causal mask off by one, fused",
+        edit("nn.attention:attention", ("is_causal=mask is None", "is_causal=False")),
+        RANKS,
+        "loss off",
+        "a token sees all",
+    ),
+    Fault(
+        "causal mask off by one, with documents",
+        edit("nn.attention:attention_mask", ("back_st >= 0", "back_st >= -1")),
+        PACKED,
+        "loss off",
+        "a token sees the next one",
+    ),
+    Fault(
+        "sliding window ignored",
+        edit("nn.attention:attention_mask", ("if window > 0:", "if False:")),
+        WINDOW,
+        "loss off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "sliding window off by one",
+        edit("nn.attention:attention_mask", ("back_st < window", "back_st <= window")),
+        WINDOW,
+        "loss off",
+        "the window does not count the query itself",
+    ),
+    Fault(
+        "sliding window off by one, fused",
+        edit("nn.attention:attention_mask", ("back_st < window", "back_st <= window")),
+        RANKS_WINDOW,
+        "loss off",
+        "the same on processes",
+    ),
+    Fault(
+        "keys and values are exchanged",
+        edit("nn.attention:project_qkv", ("key, value = kv", "value, key = kv")),
+        QUERIES,
+        "loss off",
+        "grouped heads have their own path",
+    ),
+    Fault(
+        "query heads use another group's keys",
+        edit(
+            "nn.attention:_plain",
+            ("h // g * s, q_bhsk.shape[-1])", "h // g * s, q_bhsk.shape[-1]).flip(-3)"),
+        ),
+        QUERIES,
+        r"attn\.q: gradient off",
+        "head i uses key head i g / h",
+    ),
+    Fault(
+        "keys are not normalised",
+        edit(
+            "models.gpt:_self_attention",
+            ('k = rms_norm(k, params["k_norm"], config.model.norm_eps)', "pass"),
+        ),
+        QUERIES,
+        "k_norm|loss off",
+        "a parameter that never learns",
+    ),
+    Fault(
+        "rope scaling ignored",
+        edit("nn.rotary:frequencies", ("match model.rope_scaling:", 'match "none":')),
+        SCALED,
+        "loss off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "llama3 scaling stretches all waves",
+        edit(
+            "nn.rotary:frequencies",
+            ("torch.lerp(stretched, plain, _llama3_keep(plain, model))", "stretched"),
+        ),
+        SCALED,
+        "loss off",
+        "the ramp is not applied",
+    ),
+    Fault(
+        "yarn's factor is dropped",
+        edit("nn.rotary:frequencies", ("_yarn_keep(model)), factor", "_yarn_keep(model)), 1.0")),
+        YARN,
+        "loss off",
+        "cosines and sines are not scaled",
+    ),
+    Fault(
+        "the tied head gives no gradient",
+        edit(
+            "models.gpt:_head_weight",
+            ('params["embed"]["tokens"]', 'params["embed"]["tokens"].detach()'),
+        ),
+        STAGES,
+        r"embed\.tokens",
+        "the table learns as an embedding only",
+    ),
+    Fault(
+        "logits keep the padding",
+        edit("models.gpt:apply_logits", ("[..., : config.model.vocab]", "")),
+        holds.whole_logits,
+        "logits",
+        "sampling can draw a token that does not exist",
+    ),
+)
+
+LOSS = (
+    Fault(
+        "loss without the global maximum",
+        edit("nn.loss:statistics", ("comm.max(z.detach().amax(-1), axis)", "z.detach().amax(-1)")),
+        TP,
+        "loss off",
+        "ranks sum exponentials of different scales",
+    ),
+    Fault(
+        "loss takes a label's logit from every shard",
+        edit("nn.loss:statistics", (".squeeze(-1).where(columns.owned, 0.0)", ".squeeze(-1)")),
+        TP,
+        "loss off",
+        "labels of other ranks pick column 0",
+    ),
+    Fault(
+        "label ownership off by one",
+        edit("nn.loss:columns_of", ("local < width", "local <= width")),
+        TP,
+        "out of bounds",
+        "the first label of the next shard is counted twice, or read out of bounds",
+    ),
+    Fault(
+        "padded columns are summed",
+        edit("nn.loss:columns_of", ("if width * axis.size != rule.vocab:", "if False:")),
+        TP,
+        "loss off",
+        "padding is a class of its own",
+    ),
+    Fault(
+        "label smoothing over the local vocabulary",
+        edit("nn.loss:TokenLoss.__call__", ("self.vocab * total", "-(-self.vocab // 2) * total")),
+        SMOOTH,
+        "loss off",
+        "Megatron-LM: the size was taken from the local shard",
+    ),
+    Fault(
+        "label smoothing ignored",
+        edit("nn.loss:TokenLoss.__call__", ("if self.label_smoothing:", "if False:")),
+        SMOOTH,
+        "loss off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "label smoothing counts padding",
+        edit(
+            "nn.loss:statistics",
+            ("on_real(z, columns, 0.0).sum(-1)", "z.nan_to_num(neginf=1.0).sum(-1)"),
+        ),
+        SMOOTH,
+        "loss off",
+        "padded columns enter the mean",
+    ),
+    Fault(
+        "z-loss dropped",
+        edit("nn.loss:TokenLoss.__call__", ("if self.z_loss else loss", "if False else loss")),
+        SMOOTH,
+        "loss off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "chunked head without the global maximum",
+        edit("nn.head:_differentiate_", ("comm.max(z.amax(-1), axis)", "z.amax(-1)")),
+        RANKS_LOSS,
+        "loss off",
+        "the code that processes run",
+    ),
+    Fault(
+        "chunked head picks labels of every shard",
+        edit("nn.head:_differentiate_", ("squeeze(-1).where(columns.owned, 0.0)", "squeeze(-1)")),
+        RANKS_LOSS,
+        "loss off",
+        "the same",
+    ),
+    Fault(
+        "chunked head drops the label's gradient elsewhere too",
+        edit("nn.head:_differentiate_", (" * weights).where(columns.owned, 0.0)", " * weights)")),
+        RANKS_LOSS,
+        "gradient off",
+        "the loss is right, its gradient is not",
+    ),
+    Fault(
+        "chunked head forgets z-loss in the gradient",
+        edit("nn.head:_differentiate_", ("(1.0 + 2.0 * rule.z_loss * lse) / ", "1.0 / ")),
+        RANKS_LOSS,
+        "gradient off",
+        "the loss is right, its gradient is not",
+    ),
+    Fault(
+        "chunked head smooths over padding",
+        edit(
+            "nn.head:_differentiate_",
+            ("on_real(uniform.expand_as(z), columns, 0.0)", "uniform.expand_as(z)"),
+        ),
+        RANKS_LOSS,
+        "off",
+        "padded rows of the table learn, and the norm counts them",
+    ),
+    Fault(
+        "chunked head keeps the last chunk's weight gradient",
+        edit("nn.head:HeadLoss.forward", ("beta=1 if rows.start else 0", "beta=0")),
+        holds.head_in_chunks,
+        "gradient of w",
+        "right as long as a microbatch is one chunk",
+    ),
+    Fault(
+        "chunked head keeps the last chunk's loss",
+        edit("nn.head:HeadLoss.forward", ("torch.stack(losses).sum()", "losses[-1]")),
+        holds.head_in_chunks,
+        "loss",
+        "the same",
+    ),
+    Fault(
+        "chunked head does not sum its input's gradient",
+        edit(
+            "nn.head:HeadLoss.forward",
+            ("leave_fresh(dx_nd.view_as(x), axis, sequence_parallel)", "dx_nd.view_as(x)"),
+        ),
+        RANKS,
+        "tp",
+        "each rank sends back its part of the vocabulary's",
+    ),
+)
+
+RANDOM = (
+    Fault(
+        "dropout by local sample number",
+        edit(
+            "models.gpt:_drop_tokens",
+            ('ctx.batch["sample"]', 'ctx.batch["sample"] - ctx.batch["sample"][:1]'),
+        ),
+        DROPOUT,
+        "loss off",
+        "all data ranks drop alike",
+    ),
+    Fault(
+        "attention dropout by local sample number",
+        edit("models.gpt:_drop_scores", ('ctx.batch["sample"]', 'ctx.batch["sample"] % 2')),
+        DROPOUT,
+        "loss off",
+        "all microbatches drop alike",
+    ),
+    Fault(
+        "dropout not shifted by the sequence shard",
+        edit(
+            "nn.dropout:token_grid",
+            ("coordinates(s, axis) if sequence_parallel else range(s)", "range(s)"),
+        ),
+        SEQUENCE,
+        "loss off",
+        "all ranks drop the first one's tokens",
+    ),
+    Fault(
+        "attention dropout by local head number",
+        edit("nn.dropout:score_grid", ("coordinates(h, axis)", "range(h)")),
+        DROPOUT,
+        "loss off",
+        "all ranks drop the first one's heads",
+    ),
+    Fault(
+        "dropout keeps what it should drop",
+        edit(
+            "nn.dropout:dropout",
+            (
+                "bernoulli(key, grid, 1.0 - rate, device=x.device)",
+                "bernoulli(key, grid, rate, device=x.device)",
+            ),
+        ),
+        DROPOUT,
+        "loss off",
+        "the rate and its complement",
+    ),
+    Fault(
+        "dropout does not rescale",
+        edit("nn.dropout:dropout", ("x / (1.0 - rate)", "x")),
+        DROPOUT,
+        "loss off",
+        "evaluation sees larger activations than training",
+    ),
+    Fault(
+        "every step has the same masks",
+        edit("train.step:Trainer.gradients", ('"dropout", state.step', '"dropout", 0')),
+        DROPOUT,
+        "off",
+        "the first step is right",
+    ),
+    Fault(
+        "attention and feed-forward share a mask",
+        edit("models.gpt:apply_block", ('"blocks", i, "attn")', '"blocks", i, "mlp")')),
+        DROPOUT,
+        "loss off",
+        "two places of one name",
+    ),
+    Fault(
+        "initial weights by shard",
+        edit(
+            "spec:init_leaf",
+            (
+                "rng.Grid(tuple(range(a, b) for a, b in window(spec, mesh, coords)), spec.shape)",
+                "rng.Grid.whole(tuple(b - a for a, b in window(spec, mesh, coords)))",
+            ),
+        ),
+        TP,
+        "loss off",
+        "all ranks start with the first one's piece",
+    ),
+    Fault(
+        "initial weights not zero in padding",
+        edit("spec:pad_to", ("F.pad(x, pads[::-1])", "F.pad(x, pads[::-1], value=1.0)")),
+        holds.padding_is_zero,
+        "the piece",
+        "decayed and saved as if it meant something",
+    ),
+    Fault(
+        "residual matrices start as large as others",
+        edit(
+            "models.specs:_matrix",
+            ("model.init_std / math.sqrt(2 * model.layers)", "model.init_std"),
+        ),
+        ONE,
+        "loss off",
+        "deep models start unstable",
+    ),
+    Fault(
+        "Philox in nine rounds",
+        edit("rng:philox", ("range(10)", "range(9)")),
+        ONE,
+        "loss off",
+        "another stream than everyone else's",
+    ),
+)
+
+OPTIMIZER = (
+    Fault(
+        "weight decay on norms",
+        edit(
+            "models.specs:_norm",
+            ("init=ONES, grad=grad, decay=False", "init=ONES, grad=grad, decay=True"),
+        ),
+        ADAM,
+        r"norm1\.weight.*parameter off",
+        "norm weights shrink",
+    ),
+    Fault(
+        "weight decay on biases",
+        edit("models.specs:_bias", ("decay=False", "decay=True")),
+        ADAM,
+        r"_bias.*parameter off",
+        "biases shrink",
+    ),
+    Fault(
+        "no weight decay on matrices",
+        edit(
+            "optim.adam:adamw", ("weight_decay=weight_decay if decay else 0.0", "weight_decay=0.0")
+        ),
+        ADAM,
+        r"mlp\.up: parameter off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "bias correction off by one",
+        edit("optim.adam:adamw", ("float(n)", "float(n + 1)")),
+        ADAM,
+        "parameter off",
+        "the first steps are too small",
+    ),
+    Fault(
+        "Adam's decays are exchanged",
+        edit("optim.adam:adamw", ("beta1=b1", "beta1=b2"), ("beta2=b2", "beta2=b1")),
+        ADAM,
+        "parameter off",
+        "seen from the second update on",
+    ),
+    Fault(
+        "Adam's moments are swapped after a step",
+        edit(
+            "optim.adam:adamw",
+            (
+                '"mu": mu, "nu": nu}\n\n    return Transform',
+                '"mu": nu, "nu": mu}\n\n    return Transform',
+            ),
+        ),
+        ADAM,
+        "parameter off",
+        "the first step is right",
+    ),
+    Fault(
+        "Adam forgets its moments",
+        edit(
+            "optim.adam:adamw",
+            (
+                '_writable(t, donate) for t in (params, state["mu"], state["nu"])',
+                "_writable(t, donate) for t in (params, zeros_like(params), zeros_like(params))",
+            ),
+        ),
+        ADAM,
+        "parameter off",
+        "the first step is right",
+    ),
+    Fault(
+        "AdamW writes to the state it was lent",
+        edit("optim.adam:_writable", ("x if donate and", "x if")),
+        holds.old_state_stays,
+        "old state",
+        "donate=False promises that the old state stays valid",
+    ),
+    Fault(
+        "the learning rate is one update behind",
+        edit("optim.adam:adamw", ("lr = schedule(n)", "lr = schedule(n - 1)")),
+        FALLS,
+        "parameter off",
+        "warm-up from 0: the first update does nothing",
+    ),
+    Fault(
+        "sgd's learning rate is one update behind",
+        edit("optim.decay:scale_by_learning_rate", ("schedule(count)", "schedule(count - 1)")),
+        train("name=sgd steps=2 warmup=3"),
+        "parameter off",
+        "the same",
+    ),
+    Fault(
+        "falling schedules are one update early",
+        edit("optim.schedule:_falling", ("(n - warmup) /", "(n - warmup + 1) /")),
+        FALLS,
+        "parameter off",
+        "min_lr is reached before the end",
+    ),
+    Fault(
+        "min_lr ignored",
+        edit("optim.schedule:_falling", ("min_lr + (lr - min_lr) * shape", "lr * shape")),
+        FALLS,
+        "parameter off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "decay_steps ignored",
+        edit("optim.build:build_schedule", ("config.decay_steps or steps", "steps")),
+        FALLS,
+        "parameter off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "wsd falls one update late",
+        edit(
+            "optim.schedule:wsd",
+            ("(n - (decay_steps - fall_steps))", "(n - 1 - (decay_steps - fall_steps))"),
+        ),
+        train("steps=3 lr=0.1 optim.schedule=wsd wsd_decay=0.6"),
+        "parameter off",
+        "off by one at the end of the plateau",
+    ),
+    Fault(
+        "inverse_sqrt forgets the warm-up",
+        edit("optim.schedule:inverse_sqrt", ("max(warmup, 1)", "1")),
+        train("steps=3 lr=0.1 warmup=2 optim.schedule=inverse_sqrt"),
+        "parameter off",
+        "the rate drops at the end of the warm-up",
+    ),
+    Fault(
+        "clip ignored",
+        edit(
+            "optim.clip:clip_by_global_norm",
+            ("torch.where(ratio < 1, ratio, torch.ones_like(ratio))", "torch.ones_like(ratio)"),
+        ),
+        CLIP,
+        "parameter off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "clip scales up",
+        edit(
+            "optim.clip:clip_by_global_norm",
+            ("torch.where(ratio < 1, ratio, torch.ones_like(ratio))", "ratio"),
+        ),
+        train("clip=100 name=sgd"),
+        "parameter off",
+        "small gradients are blown up to the limit",
+    ),
+    Fault(
+        "momentum is an average",
+        edit(
+            "optim.sgd:trace",
+            ("old.mul_(momentum).add_(u)", "old.mul_(momentum).add_(u, alpha=1 - momentum)"),
+        ),
+        SGD,
+        "parameter off",
+        "another definition than torch's",
+    ),
+    Fault(
+        "sgd's trace is its update's memory",
+        edit(
+            "optim.sgd:trace",
+            ("{path: u.copy_(new[path]) for path, u in updates.items()} if donate else new", "new"),
+        ),
+        SGD,
+        "parameter off",
+        "the scaled update is written into the momentum",
+    ),
+    Fault(
+        "sgd does not decay",
+        edit("optim.decay:add_decayed_weights", ("if not decays(mask, path):", "if True:")),
+        SGD,
+        "parameter off",
+        "a setting that does nothing",
+    ),
+)
+
+PROCESSES = (
+    Fault(
+        "an overlapped sum is used before it is there",
+        edit("comm.overlap:Pending.wait", ("self.work.wait()", "pass")),
+        RANKS,
+        "tp|gradient off",
+        "a missing wait: wrong only when the network is slow",
+    ),
+    Fault(
+        "an overlapped reduce-scatter keeps one summand",
+        edit("comm.overlap:start_reduce_scatter", ("parts.sum(0)", "parts[0]")),
+        RANKS_SEQUENCE,
+        "gradient off",
+        "the fast path of column layers",
+    ),
+    Fault(
+        "an overlapped gather is in another order",
+        edit(
+            "comm.overlap:start_gather", ("parts.movedim(0, dim)", "parts.flip(0).movedim(0, dim)")
+        ),
+        RANKS_SEQUENCE,
+        "gradient off",
+        "the weight gradient pairs tokens with others' inputs",
+    ),
+    Fault(
+        "a process all-reduces a temporary",
+        edit("comm.kernels:_all_reduce", ("return out", "return x")),
+        RANKS,
+        "tp|loss off",
+        "a published fault: the reduced copy is thrown away",
+    ),
+    Fault(
+        "a process gathers its own piece only",
+        edit(
+            "comm.kernels:on_group",
+            (
+                "_glue(_all_gather(x, axis), 0, dim)",
+                "_glue(_all_gather(x, axis)[:1].expand(axis.size, *x.shape), 0, dim)",
+            ),
+        ),
+        RANKS_SEQUENCE,
+        "loss off",
+        "every shard is the first one's",
+    ),
+    Fault(
+        "a process scatters one rank's summand",
+        edit(
+            "comm.kernels:_reduce_scatter",
+            ("_all_to_all(x, axis).sum(0)", "_all_to_all(x, axis)[0]"),
+        ),
+        RANKS_SEQUENCE,
+        "loss off",
+        "row layers without their sum",
+    ),
+    Fault(
+        "processes of tied stages do not meet",
+        edit(
+            "comm.process:ProcessWorld.all_reduce",
+            ("stages=tuple(stages) if stages is not None else None", "stages=None"),
+        ),
+        RANKS,
+        r"embed\.tokens.*pp",
+        "the two copies of a tied table drift apart",
+    ),
+    Fault(
+        "a receive buffer has the first microbatch's size",
+        all_of(
+            edit("comm.p2p:Transport.post", ("op.to, sizes[op.mb])", "op.to, 0)")),
+            edit("comm.p2p:Transport._outgoing", ("op.to, sizes[op.mb])", "op.to, 0)")),
+        ),
+        RANKS_STAGES,
+        "was received as",
+        "unequal microbatches",
+    ),
+    Fault(
+        "a stage waits for shapes before it sends",
+        edit(
+            "comm.p2p:Transport.post",
+            ("self._start([*posts, (op, [text])])", "self._start([(op, [text])])"),
+        ),
+        RANKS_GPIPE,
+        "deadlock: rank 0 waits for .* rank 1",
+        "the peer needs what is not sent to get that far",
+    ),
+    Fault(
+        "messages are sent in another order",
+        SECOND_FIRST,
+        RANKS_GPIPE,
+        "different schedules",
+        "two stages with different schedules must not train on",
+    ),
+    Fault(
+        "a message's tag is not looked at",
+        edit(
+            "comm.p2p:Transport.take",
+            ("if not torch.equal(header, _header(op, self._device)):", "if False:"),
+        ),
+        holds.foreign_message,
+        "not refused",
+        "a swapped microbatch would be a wrong number, not an error",
+    ),
+)
+
+GUARDS = (
+    Fault(
+        "inputs declared equal are not compared",
+        edit("comm.kernels:check_equal", ("if worst is not None:", "if False:")),
+        holds.unequal_values,
+        "input was not refused",
+        "simulate's check of types",
+    ),
+    Fault(
+        "results declared equal are not compared",
+        edit("comm.door:_check_copies", ("is None:", "is None or True:")),
+        holds.unequal_values,
+        "result was not refused",
+        "simulate's check of types",
+    ),
+    Fault(
+        "ranks count in another order than groups",
+        edit(
+            "mesh:Mesh._coords",
+            ("self.digits(*view)", "attrs.evolve(self, order='tp-cp-ep-dp-pp').digits(*view)"),
+        ),
+        MESH,
+        "axis 'tp'",
+        "an order of the mesh that coordinates ignore",
+    ),
+    Fault(
+        "data ranks read the same rows",
+        edit("data.samples:rank_batch", ("first=consumed + dp_index * rows", "first=consumed")),
+        holds.rows_of_ranks,
+        "hold the samples",
+        "data parallelism without more data",
+    ),
+    Fault(
+        "a step reads the previous one's rows",
+        edit(
+            "data.samples:rank_batch", ("first=consumed + dp_index * rows", "first=dp_index * rows")
+        ),
+        holds.rows_of_ranks,
+        "hold the samples",
+        "the same batch for ever",
+    ),
+    Fault(
+        "labels are the tokens",
+        edit("data.samples:batch", ("token_bw[:, 1:]", "token_bw[:, :-1]")),
+        holds.rows_of_ranks,
+        "labels",
+        "the loss falls to 0 in no time",
+    ),
+)
+
+AREAS: dict[str, tuple[Fault, ...]] = {
+    "collectives": COLLECTIVES,
+    "reductions": REDUCTIONS,
+    "normalisation": NORMALISATION,
+    "pipeline": PIPELINE,
+    "model": MODEL,
+    "loss": LOSS,
+    "randomness": RANDOM,
+    "optimizer": OPTIMIZER,
+    "processes": PROCESSES,
+    "data and guards": GUARDS,
+}
+FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)
