@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfun.grads import explain, reductions
+from mfun.grads.finalize import sum_of_squares
 from mfun.mesh import Mesh
 from mfun.nn.layer import Layer
 from mfun.pipeline import mailbox
@@ -164,6 +165,14 @@ def test_norm_counts_tied_and_replicated_elements_once():
     want = ((2 * 6 * 1.5 + 9) ** 2 + (4 * 1.5 + 12) ** 2) ** 0.5
     for norms in result.norms:
         assert norms.tolist() == [pytest.approx(want, rel=1e-14)] * 4
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 3_000_001])
+def test_float32_norm_is_exact_to_float32(size):
+    """The sum of squares of millions of float32 is that of float64 to 1e-7, in any grouping."""
+    x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))
+    want = x.double().square().sum(-1)
+    assert torch.allclose(sum_of_squares(x), want, rtol=1e-7, atol=0.0)
 
 
 def test_unused_and_stale_gradients_are_zero():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,16 +98,28 @@ def global_norm(world: World, grads: GradBuffers) -> Waits[Tensor]:
     total = torch.zeros(world.lead, dtype=torch.float64)
     for bucket, buffer in zip(grads.buckets, grads.buffers, strict=True):
         row = grads.table[bucket.spans[0].path]
-        square = torch.linalg.vector_norm(buffer, dim=-1).double().square()
-        total = total.to(buffer.device) + square * world.build(owns(row, world.mesh, world.stage))
+        own = world.build(owns(row, world.mesh, world.stage))
+        total = total.to(buffer.device) + sum_of_squares(buffer) * own
     everywhere = tuple(range(world.mesh.pp))
     total = yield from world.all_reduce(total, ("tp",), everywhere)
     return total.sqrt()
 
 
-def padding_bytes(grads: GradBuffers) -> int:
-    """Bytes of the buffers that hold no gradient."""
-    have = sum(buffer.numel() * buffer.element_size() for buffer in grads.buffers)
-    lead = math.prod(grads.buffers[0].shape[:-1]) if grads.buffers else 1
-    size = grads.buffers[0].element_size() if grads.buffers else 0
-    return have - lead * grads.numel * size
+NORM_CHUNK = 1024
+
+
+def sum_of_squares(buffer: Tensor) -> Tensor:
+    """Sum of squares over the last dim, in float64.
+
+    A running sum of 10^6 float32 squares is off by 10^-5, by another amount in every layout, and
+    clipping would pass that on; so norms of short pieces are taken and summed in float64.
+
+    Example:
+        >>> float(sum_of_squares(torch.full((100_000,), 0.5)))
+        25000.0
+    """
+    whole = buffer.shape[-1] // NORM_CHUNK * NORM_CHUNK
+    pieces = buffer[..., :whole].unflatten(-1, (-1, NORM_CHUNK)) if whole else buffer[..., None, :]
+    total = torch.linalg.vector_norm(pieces, dim=-1).double().square().sum(-1)
+    rest = buffer[..., whole or buffer.shape[-1] :]
+    return total + torch.linalg.vector_norm(rest, dim=-1).double().square()
