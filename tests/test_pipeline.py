@@ -104,7 +104,7 @@ def test_two_tensors_cross_every_boundary(schedule, microbatches):
 @pytest.mark.parametrize("office", [{"rendezvous": True}, {"late": True}])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_other_transports_change_no_bit(office, stages):
-    """A send that blocks until received, and one that copies only when taken, give the same bits."""
+    """A send that blocks until received, and one that copies late, give the same bits."""
     data = [[((m + 0.1, 2.0), (1, 1)) for m in range(5)]]
     cuts = [1, 2] if stages == 2 else [1, 1, 1]
     mesh = Mesh(pp=stages)
@@ -169,10 +169,10 @@ def test_norm_counts_tied_and_replicated_elements_once():
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 3_000_001])
 def test_float32_norm_is_exact_to_float32(size):
-    """The sum of squares of millions of float32 is that of float64 to 1e-7, in any grouping."""
+    """The sum of squares of millions of float32 is that of float64 to a few float32 ulps."""
     x = torch.randn(2, size, generator=torch.Generator().manual_seed(size))
     want = x.double().square().sum(-1)
-    assert torch.allclose(sum_of_squares(x), want, rtol=1e-7, atol=0.0)
+    assert torch.allclose(sum_of_squares(x), want, rtol=5e-7, atol=0.0)
 
 
 def test_unused_and_stale_gradients_are_zero():
@@ -223,6 +223,6 @@ def test_cut_accepts_only_every_block_once_in_order(sizes):
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     blocks = [list(range(a, a + n)) for a, n in zip(starts, sizes, strict=True)]
     stages = cut(layers, blocks)
-    assert [l.name for s in stages for l in s.layers] == [l.name for l in layers]
+    assert [x.name for s in stages for x in s.layers] == [x.name for x in layers]
     with pytest.raises(ValueError, match="each to be run once and in order"):
         cut(layers, [*blocks, [0]])

@@ -115,8 +115,8 @@ def sum_of_squares(buffer: Tensor) -> Tensor:
     clipping would pass that on; so norms of short pieces are taken and summed in float64.
 
     Example:
-        >>> float(sum_of_squares(torch.full((100_000,), 0.5)))
-        25000.0
+        >>> float(sum_of_squares(torch.full((102_400,), 0.5)))
+        25600.0
     """
     whole = buffer.shape[-1] // NORM_CHUNK * NORM_CHUNK
     pieces = buffer[..., :whole].unflatten(-1, (-1, NORM_CHUNK)) if whole else buffer[..., None, :]

@@ -98,7 +98,8 @@ def _declared(path: str, spec: ParamSpec, axis: AxisLike) -> str:
             return "repeated" if isinstance(axis, Factor) and kind == "partial" else kind
     raise ValueError(
         f"{path} is replicated over {axis!r}, but its spec does not say whether the ranks' "
-        f'gradients are summands or copies; add grad={{{axis!r}: "partial"}} or "equal" to its ParamSpec'
+        f'gradients are summands or copies; add grad={{{axis!r}: "partial"}} (or "equal") to its '
+        "ParamSpec"
     )
 
 
