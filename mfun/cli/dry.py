@@ -10,8 +10,7 @@ import attrs
 from rich.console import Console
 
 from mfun import config as cfg
-from mfun import tree
-from mfun.cli.text import axes_text, count, numbers, size
+from mfun.cli.text import count, numbers, ranks_text, size
 from mfun.config import Config
 from mfun.grads import Reduction, explain
 from mfun.grads import normalise as normalisation
@@ -19,7 +18,7 @@ from mfun.mesh import FAMILIES
 from mfun.schedule import Costs, bubble, events, makespan, timeline
 from mfun.schedule import plan as plan_schedule
 from mfun.spec import ParamSpec, local_shape
-from mfun.train.memory import buffers, in_flight_microbatches, memory
+from mfun.train.memory import all_specs, buffers, in_flight_microbatches, memory
 from mfun.train.plan import Plan, plan
 
 GROUPS_SHOWN = 4
@@ -55,7 +54,7 @@ def show(config: Config, console: Console) -> None:
 def mesh_lines(layout: Plan) -> Iterator[str]:
     """Sizes, stages and groups."""
     mesh = layout.mesh
-    yield f"{axes_text(layout.config)} = {mesh.world} ranks, numbered {mesh.order}"
+    yield f"{ranks_text(layout.config)}, numbered {mesh.order}"
     for stage, ranks in zip(layout.stages, map(mesh.stage_ranks, range(mesh.pp)), strict=True):
         blocks = cfg.stage_layers(layout.config)[stage.index]
         names = ["embedding"] * stage.first + [f"blocks {numbers(blocks)}"] * bool(blocks)
@@ -142,13 +141,6 @@ def memory_lines(layout: Plan) -> Iterator[str]:
             f"{size(m.grads)} + optimizer {size(m.opt)} + activations {size(m.activations)} "
             f"({m.in_flight} in flight)"
         )
-
-
-def all_specs(layout: Plan) -> dict[str, ParamSpec]:
-    """Every parameter once, in the model's order."""
-    return {
-        path: spec for stage in layout.stages for path, spec in tree.flatten(stage.specs).items()
-    }
 
 
 def folded(specs: Mapping[str, ParamSpec], layout: Plan) -> dict[str, ParamSpec]:

@@ -10,10 +10,11 @@ from statistics import median
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from mfun import checkpoint, tree
-from mfun.cli.text import axes_text, count, duration
+from mfun import checkpoint
+from mfun.cli.text import count, duration, ranks_text
 from mfun.train import metrics
 from mfun.train.loop import Job, Record, train
+from mfun.train.memory import all_specs
 from mfun.train.step import State
 
 
@@ -116,20 +117,12 @@ def notes(record: Record) -> Iterator[str]:
 
 def _heading(job: Job, state: State) -> str:
     """What runs, where."""
-    config, mesh = job.config, job.plan.mesh
-    parameters = sum(
-        spec.numel
-        for spec in {
-            path: spec
-            for stage in job.plan.stages
-            for path, spec in tree.flatten(stage.specs).items()
-        }.values()
-    )
+    config = job.config
+    parameters = sum(spec.numel for spec in all_specs(job.plan).values())
     begins = f"resumed after step {state.step}" if state.step else f"{config.train.steps} steps"
     return (
-        f"GPT of {count(parameters)} parameters, {axes_text(config)} = {mesh.world} "
-        f"rank{'s' * (mesh.world > 1)} on {job.peers.device.type}, {begins}, "
-        f"in {_short(job.folder)}"
+        f"GPT of {count(parameters)} parameters, {ranks_text(config)} on {job.peers.device.type}, "
+        f"{begins}, in {_short(job.folder)}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mfun.config import PRESETS, Config
+from mfun.config import PRESETS, Config, mesh
 
 
 def count(number: float, unit: str = "") -> str:
@@ -72,8 +72,19 @@ def numbers(values: Sequence[int]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
+def ranks_text(config: Config) -> str:
+    """The layout in short, with how many ranks it is.
+
+    Example:
+        >>> ranks_text(PRESETS["tiny"]), ranks_text(PRESETS["gpt2"])
+        ('tp 2 x pp 2 = 4 ranks', '1 rank')
+    """
+    world = mesh(config).world
+    return f"{axes_text(config)} = {world} ranks" if world > 1 else "1 rank"
+
+
 def axes_text(config: Config) -> str:
-    """The layout in short: `tp 2 x pp 2`.
+    """The axes in use: `tp 2 x pp 2`.
 
     Example:
         >>> axes_text(PRESETS["tiny"])

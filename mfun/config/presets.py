@@ -17,8 +17,8 @@ PRETRAIN = OptimConfig(lr=3e-4, min_lr=3e-5, schedule="cosine", warmup=2000)
 def _large(
     model: ModelConfig, *, batch: int, optim: OptimConfig = PRETRAIN, **layout: Any
 ) -> Config:
-    """A model of billions of parameters: one sequence a microbatch where dp is 1."""
-    train = TrainConfig(steps=100_000, global_batch=batch, microbatches=batch, eval_every=1000)
+    """A model of billions of parameters: four sequences a microbatch, so that dp up to 4 fits."""
+    train = TrainConfig(steps=100_000, global_batch=batch, microbatches=batch // 4, eval_every=1000)
     return Config(model=model, parallel=ParallelConfig(**layout), optim=optim, train=train)
 
 

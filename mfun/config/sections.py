@@ -231,7 +231,7 @@ class TrainConfig:
       label_smoothing: probability spread over the whole vocabulary.
       z_loss: weight of the squared log-partition.
       eval_every: steps between validation losses; 0 means never.
-      eval_batches: microbatches of a validation loss.
+      eval_batches: global batches of a validation loss.
       checkpoint_every: steps between checkpoints; 0 means only at the end.
       keep: newest checkpoints that are kept; 0 means all.
       log_every: steps between lines of progress.

@@ -29,7 +29,7 @@ from mfun import tree
 from mfun.config import Config
 from mfun.grads import GradBuffers
 from mfun.schedule import SCHEDULES
-from mfun.spec import local_shape
+from mfun.spec import ParamSpec, local_shape
 from mfun.train.plan import Plan
 
 
@@ -81,6 +81,11 @@ def memory(plan: Plan, stage: int) -> Memory:
         activations=in_flight * kept,
         in_flight=in_flight,
     )
+
+
+def all_specs(plan: Plan) -> dict[str, ParamSpec]:
+    """Every parameter of a plan once, by path, in the model's order."""
+    return {path: s for stage in plan.stages for path, s in tree.flatten(stage.specs).items()}
 
 
 def buffers(plan: Plan, stage: int) -> GradBuffers:
