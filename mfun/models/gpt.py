@@ -20,7 +20,7 @@ from mfun.models.specs import block_specs, embedding_specs, head_specs
 from mfun.nn.attention import attention, attention_mask, project_qkv
 from mfun.nn.dropout import dropout, score_grid, token_grid
 from mfun.nn.embedding import position_embedding, vocab_embedding
-from mfun.nn.head import CHUNK, linear_cross_entropy
+from mfun.nn.head import linear_cross_entropy
 from mfun.nn.layer import Ctx, Layer, Params, Values
 from mfun.nn.linear import column_linear, row_linear
 from mfun.nn.mlp import mlp
@@ -112,7 +112,7 @@ def apply_loss(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
         label_smoothing=config.train.label_smoothing,
         z_loss=config.train.z_loss,
         sequence_parallel=config.parallel.sequence_parallel,
-        chunk=CHUNK if ctx.derivatives == "first" else 0,
+        chunk=None if ctx.derivatives == "first" else 0,
     )
     return {"loss": loss}
 
