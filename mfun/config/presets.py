@@ -24,9 +24,17 @@ def _large(
 
 PRESETS: dict[str, Config] = {
     "tiny": Config(
-        model=ModelConfig(layers=4, hidden=128, heads=4, vocab=256, seq_len=128),
+        model=ModelConfig(
+            layers=4,
+            hidden=128,
+            heads=4,
+            vocab=256,
+            seq_len=128,
+            position="rotary",
+            init_std=0.05,
+        ),
         parallel=ParallelConfig(tp=2, pp=2),
-        optim=OptimConfig(lr=3e-3, min_lr=3e-4, schedule="cosine", warmup=20),
+        optim=OptimConfig(lr=2e-3, min_lr=2e-4, schedule="cosine", warmup=40),
         train=TrainConfig(steps=300, global_batch=16, microbatches=4),
     ),
     "gpt2": Config(
