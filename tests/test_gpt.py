@@ -163,6 +163,13 @@ def test_one_kv_head_on_every_rank() -> None:
     check_against_reference(model, {}, Mesh(tp=4), False, batch_of(37, 2))
 
 
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_positions_are_the_batchs(position: str) -> None:
+    """Given positions are used, whatever they are (rotary would not notice a mere restart)."""
+    batch = {**batch_of(37, 2), "positions": randint(SEQ, 2, SEQ, seed=3)}
+    check_against_reference({**M, "position": position}, {}, Mesh(tp=2), True, batch)
+
+
 def test_a_masked_microbatch_has_no_gradient() -> None:
     """All tokens masked: loss and gradients are exactly zero, not NaN."""
     mesh, batch = Mesh(tp=2), batch_of(37, 2)

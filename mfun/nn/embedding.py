@@ -47,7 +47,6 @@ def vocab_embedding(
         [[[3.0], [0.0]]]
 
     Source: Megatron-LM's VocabParallelEmbedding.
-    Proof: proofs/Vocab.v, embedding.
     """
     if axis.size == 1:
         return F.embedding(tokens_bs, w_vd)

@@ -110,7 +110,7 @@ def _value(
     labels, weights, losses = labels.flatten(), weights.flatten(), []
     for rows in _rows(tokens_nd.shape[0], chunk):
         z, columns = _logits(tokens_nd[rows], w, labels[rows], axis, rule)
-        losses.append((weights[rows] * rule(*statistics(z, columns, axis))).sum())
+        losses.append((weights[rows] * rule(*statistics(z, columns, axis, rule))).sum())
     return torch.stack(losses).sum()
 
 
@@ -142,7 +142,7 @@ def _value_and_grads(
     """
     x = enter(h, axis, sequence_parallel)
     z, columns = _logits(x, w, labels, axis, rule)
-    lse, picked, total = statistics(z, columns, axis)
+    lse, picked, total = statistics(z, columns, axis, rule)
     loss = (weights * rule(lse, picked, total)).sum()
     lse = comm.copy(lse, axis).unsqueeze(-1)
     at_label = torch.arange(w.shape[0], device=w.device) == columns.label.unsqueeze(-1)

@@ -40,14 +40,9 @@ def leave(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
 
 def leave_fresh(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     """As `leave`, of a product nobody else holds: summed in place where ranks are processes."""
-    if sequence_parallel or not _plain(x, axis):
+    if sequence_parallel or not overlap.can_overlap(x, axis):
         return leave(x, axis, sequence_parallel)
     return overlap.start_all_reduce(x, axis).wait()
-
-
-def _plain(x: Tensor, axis: Axis) -> bool:
-    """Whether this is one process's own tensor, with no derivative or vmap around it."""
-    return overlap.can_overlap(x, axis) and not torch._C._are_functorch_transforms_active()
 
 
 # Inside a jvp rule torch turns forward mode off, and an outer jvp would silently get no tangent of
@@ -81,7 +76,7 @@ class ColumnLinear(torch.autograd.Function):
         (dy,) = grads
         x, w, axis, sequence_parallel = _kept(ctx)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        if need_x and need_w and _plain(dy, axis):
+        if need_x and need_w and overlap.can_overlap(dy, axis):
             dx, dw = _overlapped(x, w, dy, axis, sequence_parallel)
         else:
             dx = leave(dy @ w, axis, sequence_parallel) if need_x else None
@@ -261,7 +256,6 @@ def column_linear(
         [[[1.0, 5.0, 9.0, 13.0]]]
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053) section 3; Megatron-LM's ColumnParallelLinear.
-    Proof: proofs/Mlp.v, column_linear.
     """
     _check("column_linear", x, w)
     added = None if skip_bias_add else b
@@ -342,7 +336,6 @@ def row_linear(
         [[[5.0]]]
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053) section 3; Megatron-LM's RowParallelLinear.
-    Proof: proofs/Mlp.v, row_linear.
     """
     if not input_is_parallel:
         x = comm.split(x, axis, -1)

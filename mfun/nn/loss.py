@@ -108,13 +108,13 @@ def vocab_cross_entropy(
         tensor([0.5304])
 
     Source: Megatron-LM's vocab_parallel_cross_entropy, with smoothing over the global vocabulary.
-    Proof: proofs/Vocab.v, cross_entropy.
     """
     axis = Axis("whole", 1, torch.zeros((), dtype=torch.int64)) if axis is None else axis
     rule = TokenLoss(vocab=vocab, label_smoothing=label_smoothing, z_loss=z_loss)
     check_width("vocab_cross_entropy", logits_bsv.shape[-1], axis, vocab)
     columns = columns_of(labels_bs, logits_bsv.shape[-1], axis, rule)
-    return rule(*statistics(on_real(at_least_fp32(logits_bsv), columns, -math.inf), columns, axis))
+    z = on_real(at_least_fp32(logits_bsv), columns, -math.inf)
+    return rule(*statistics(z, columns, axis, rule))
 
 
 def check_width(name: str, width: int, axis: Axis, vocab: int) -> None:
@@ -137,11 +137,18 @@ def on_real(z: Tensor, columns: Columns, otherwise: float) -> Tensor:
     return z if columns.real is None else z.masked_fill(~columns.real, otherwise)
 
 
-def statistics(z: Tensor, columns: Columns, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """lse, the label's logit and the sum of logits over the global vocabulary, by one reduction."""
+def statistics(
+    z: Tensor, columns: Columns, axis: Axis, rule: TokenLoss
+) -> tuple[Tensor, Tensor, Tensor]:
+    """lse, the label's logit and the sum of logits over the global vocabulary, by one reduction.
+
+    The sum of logits is only taken where label smoothing asks for it.
+    """
     top = comm.max(z.detach().amax(-1), axis)
     exponentials = (z - top.unsqueeze(-1)).exp().sum(-1)
     picked = z.gather(-1, columns.label.unsqueeze(-1)).squeeze(-1).where(columns.owned, 0.0)
-    local = torch.stack([exponentials, picked, on_real(z, columns, 0.0).sum(-1)])
+    smoothed = rule.label_smoothing > 0.0
+    total = on_real(z, columns, 0.0).sum(-1) if smoothed else torch.zeros_like(picked)
+    local = torch.stack([exponentials, picked, total])
     exponentials, picked, total = comm.reduce(local, axis).unbind(0)
     return top + exponentials.log(), picked, total
