@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from mfun.checkpoint import CheckpointError
 from mfun.config import Config, ConfigError, load, mesh, resolve
 from mfun.mesh import Mesh
 from mfun.train import launch, ranks
@@ -323,7 +324,8 @@ def test_errors_are_described_shortly(monkeypatch):
     ("error", "consequence"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), True),
-        (RuntimeError("x was not saved because another rank failed: see its error"), True),
+        (CheckpointError("x was not saved because another rank failed: see its error"), True),
+        (CheckpointError("rank(s) 2 did not write their part into x"), True),
         (dist.DistBackendError("NCCL error"), True),
         (RuntimeError("shapes differ"), False),
         (ValueError("gloo"), False),

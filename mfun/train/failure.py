@@ -31,7 +31,10 @@ REPORTS = "MFUN_REPORTS"
 """Environment variable with the folder that reports go to."""
 WHOLE = "MFUN_TRACEBACK"
 """Environment variable that asks for whole tracebacks."""
-CONSEQUENCES = ("gloo", "NCCL", "Connection reset", "Connection closed", "another rank failed")
+CONSEQUENCES = (
+    *("gloo", "NCCL", "Connection reset", "Connection closed"),
+    *("another rank failed", "did not write their part"),  # of a checkpoint
+)
 """What an error says that only tells of another rank's."""
 FRAMES = 4
 
@@ -125,7 +128,7 @@ def report(failure: Failure) -> None:
 
 def _gone(failure: Failure) -> str:
     """A consequence in one line: the first error stands elsewhere."""
-    return f"rank {failure.rank} ended because another rank did ({failure.error[:200]})"
+    return f"rank {failure.rank} ended because another rank did ({failure.error})"
 
 
 def _tell_torchrun(failure: Failure) -> None:
