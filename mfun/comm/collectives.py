@@ -240,7 +240,7 @@ def copy(x: Tensor, axis: Axis) -> Tensor:
         tensor(30.)
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
-    Proof: proofs/Collectives.v, copy_reduce.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("copy", x, axis)
 
@@ -261,7 +261,7 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
         The sum, I over `axis`.
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
-    Proof: proofs/Collectives.v, copy_reduce.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("reduce", x, axis)
 
@@ -278,7 +278,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     Returns:
         The sum, R over `axis`.
 
-    Proof: proofs/Collectives.v, all_reduce_self.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("all_reduce", x, axis)
 
@@ -298,7 +298,7 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
         ValueError: `dim` is out of range.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), g-bar's pair.
-    Proof: proofs/Collectives.v, gather_reduce_scatter.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("gather", x, axis, _dim(x, dim, axis, "gather", divide=False))
 
@@ -318,7 +318,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
         ValueError: `dim` is out of range or does not divide.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198).
-    Proof: proofs/Collectives.v, gather_reduce_scatter.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("reduce_scatter", x, axis, _dim(x, dim, axis, "reduce_scatter", divide=True))
 
@@ -337,7 +337,7 @@ def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
     Raises:
         ValueError: `dim` is out of range or does not divide.
 
-    Proof: proofs/Collectives.v, split_unsplit.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("split", x, axis, _dim(x, dim, axis, "split", divide=True))
 
@@ -356,7 +356,7 @@ def unsplit(x: Tensor, axis: Axis, dim: int) -> Tensor:
     Raises:
         ValueError: `dim` is out of range.
 
-    Proof: proofs/Collectives.v, split_unsplit.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("unsplit", x, axis, _dim(x, dim, axis, "unsplit", divide=False))
 
@@ -379,7 +379,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
         ValueError: a dim is out of range or `split_dim` does not divide.
 
     Source: Jacobs et al. 2023 (arXiv 2309.14509).
-    Proof: proofs/Collectives.v, all_to_all_self.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     cut = _dim(x, split_dim, axis, "all_to_all", divide=True)
     return _apply("all_to_all", x, axis, cut, _dim(x, concat_dim, axis, "all_to_all", divide=False))
@@ -398,7 +398,7 @@ def shift(x: Tensor, axis: Axis, offset: int) -> Tensor:
     Returns:
         What the rank `offset` before this one held, V over `axis`.
 
-    Proof: proofs/Collectives.v, shift_inverse.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("shift", x, axis, offset)
 
@@ -417,7 +417,7 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     Raises:
         ValueError: no such root.
 
-    Proof: proofs/Collectives.v, broadcast_collect.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("broadcast", x, axis, _root(axis, root))
 
@@ -436,7 +436,7 @@ def collect(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     Raises:
         ValueError: no such root.
 
-    Proof: proofs/Collectives.v, broadcast_collect.
+    Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("collect", x, axis, _root(axis, root))
 
