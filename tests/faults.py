@@ -1520,14 +1520,14 @@ PROCESSES = (
             edit("comm.p2p:Transport._outgoing", ("op.to, sizes[op.mb])", "op.to, 0)")),
         ),
         RANKS_STAGES,
-        "was received as",
+        "sizes must differ where shapes do",
         "unequal microbatches",
     ),
     Fault(
         "a stage waits for shapes before it sends",
         edit(
             "comm.p2p:Transport.post",
-            ("self._start([*posts, (op, [text])])", "self._start([(op, [text])])"),
+            ("self._wait([*posts, (op, parts)])", "self._wait([(op, parts)])"),
         ),
         RANKS_GPIPE,
         "deadlock: rank 0 waits for .* rank 1",
@@ -1542,9 +1542,9 @@ PROCESSES = (
     ),
     Fault(
         "a message's tag is not looked at",
-        edit(
-            "comm.p2p:Transport.take",
-            ("if not torch.equal(header, _header(op, self._device)):", "if False:"),
+        all_of(
+            edit("comm.p2p:Transport.take", ("if came.tag != _tag(op):", "if False:")),
+            edit("comm.p2p:Header.slot", ("return _TENSORS + number", "return _TENSORS + 0")),
         ),
         holds.foreign_message,
         "not refused",

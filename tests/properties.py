@@ -429,14 +429,17 @@ def foreign_message() -> None:
 
     def main(groups: Any) -> None:
         way = p2p.Transport(groups.pp.group, groups.pp.ranks, torch.device("cpu"))
-        if int(groups.rank) == 0:
-            op = Send(1, 1, "act", 1)
-            way.post([op], {op: {"h": torch.ones(2)}}, [0, 0])
-            way.drain()
-        else:
-            op = Recv(0, 1, "act", 0)
-            way.post([op], {}, [0, 0])
-            refused("the message", RuntimeError, lambda: way.take(op))
+        for sent, due in ((0, 0), (2, 1)):  # a good one, by which shapes are known, and another's
+            if int(groups.rank) == 0:
+                send = Send(sent, 1, "act", 1)
+                way.post([send], {send: {"h": torch.ones(2)}}, [0, 0, 0])
+            else:
+                recv = Recv(due, 1, "act", 0)
+                way.post([recv], {}, [0, 0, 0])
+                if sent == due:
+                    way.take(recv)
+                else:
+                    refused("the message", RuntimeError, lambda r=recv: way.take(r))
 
     on_threads(Mesh(pp=2), main)
 

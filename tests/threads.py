@@ -37,6 +37,7 @@ class P2POp(NamedTuple):
     tensor: Tensor
     peer: int
     group: Group
+    tag: int = 0
 
 
 class Stopped(RuntimeError):
@@ -183,9 +184,9 @@ class Wire:
 
     # ------------------------------------------------------------------ messages
 
-    def isend(self, x: Tensor, to: int, group: Any = None) -> Work:
+    def isend(self, x: Tensor, to: int, group: Any = None, tag: int = 0) -> Work:
         """Leave a reference to x; over when the receiver has copied it."""
-        way = (self.get_rank(), to)
+        way = (self.get_rank(), to, tag)
         key = (*way, self._number("send", way))
         with self._changed:
             self._letters[key] = x
@@ -198,9 +199,9 @@ class Wire:
 
         return Work(end, taken)
 
-    def irecv(self, x: Tensor, source: int, group: Any = None) -> Work:
-        """Copy the next message of `source` into x, at `wait`."""
-        way = (source, self.get_rank())
+    def irecv(self, x: Tensor, source: int, group: Any = None, tag: int = 0) -> Work:
+        """Copy the next message of `source` with this tag into x, at `wait`."""
+        way = (source, self.get_rank(), tag)
         key = (*way, self._number("recv", way))
 
         def end() -> None:
@@ -224,7 +225,7 @@ class Wire:
 
     def batch_isend_irecv(self, ops: Sequence[P2POp]) -> list[Work]:
         """Post all; one handle each, as gloo."""
-        return [op.op(op.tensor, op.peer, group=op.group) for op in ops]
+        return [op.op(op.tensor, op.peer, group=op.group, tag=op.tag) for op in ops]
 
     # ------------------------------------------------------------------ threads
 

@@ -33,7 +33,7 @@ Extra = Sequence[tuple[tuple[AxisLike, ...], tuple[int, ...] | None]]
 
 
 def make_groups(
-    mesh: Mesh, extra: Extra = (), new_group: Callable[[list[int]], Any] = dist.new_group
+    mesh: Mesh, extra: Extra = (), new_group: Callable[[list[int]], Any] | None = None
 ) -> dict[GroupKey, dict[int, Any]]:
     """Call `new_group` for every group of every family, in the same order on every rank.
 
@@ -42,11 +42,12 @@ def make_groups(
     Args:
         mesh: the mesh.
         extra: further (axes, stages) that a reduction table needs, the same on all ranks.
-        new_group: makes a group from its global ranks; a recording double in tests.
+        new_group: makes a group from its global ranks; by default torch's.
 
     Returns:
         For each key, the group of every rank that is in one.
     """
+    new_group = dist.new_group if new_group is None else new_group
     by_ranks: dict[tuple[int, ...], Any] = {}
     made: dict[GroupKey, dict[int, Any]] = {}
     for axes, stages in [*((axes, None) for axes in STANDARD), *extra]:
