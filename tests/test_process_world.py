@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -168,8 +169,7 @@ def test_tensors_of_any_layout(pool: Pool, name: str) -> None:
     x = torch.arange(16.0, dtype=torch.float64).reshape(2, 2, 4).transpose(1, 2)
     result = define(Layout(Mesh(tp=2), ("tp",)), name, params, x.numpy()).shape[1:]
     row = torch.arange(1.0, 1 + result[-1], dtype=torch.float64).expand(*result)
-    turned = torch.arange(float(result.numel()) if isinstance(result, torch.Size) else 1.0)
-    turned = torch.arange(float(torch.Size(result).numel()), dtype=torch.float64)
+    turned = torch.arange(float(prod(result)), dtype=torch.float64)
     turned = turned.reshape(*reversed(result)).T
     axis_run = map_ranks(lambda g, x: call(name, x, g.tp, params), Mesh(tp=2))
     y, pull = vjp(axis_run, x)[:2]
@@ -270,7 +270,7 @@ def misuse(rank: int) -> list[str]:
     for attempt in (
         lambda: distribute(Mesh(tp=2)),
         lambda: groups.over(Factor("tp", 2)),
-        lambda: groups.over("dp", "pp", stages=(0,)),
+        lambda: groups.over("dp", stages=(0,)),
         lambda: call("split", torch.ones(3), groups.tp, (0,)),
         lambda: groups["nobody"],
     ):
@@ -284,11 +284,11 @@ def misuse(rank: int) -> list[str]:
 
 def test_misuse_is_refused_on_every_rank(pool: Pool) -> None:
     """A wrong world, a group that was not made, an uneven dim: named, with the way out."""
-    for world, _factor, joined, split, unknown in pool.run(misuse, world=4):
+    for world, factor, joined, split, unknown in pool.run(misuse, world=4):
         assert "the mesh has 2 ranks (tp 2 x cp 1 x dp 1 x pp 1) but 4 processes" in world
         assert "--nproc-per-node" in world
-        assert _factor == "nothing" or "was not made; add it to the `extra` argument" in _factor
-        assert joined == "nothing" or "was not made" in joined
+        assert "group 'tp/outer2' was not made; add it to the `extra` argument" in factor
+        assert "group 'dp@stages(0,)' was not made" in joined
         assert "does not divide over axis 'tp' of size 2" in split
         assert "no group 'nobody'" in unknown
 
