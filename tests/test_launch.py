@@ -69,19 +69,15 @@ def small(folder: Path, *overrides: str) -> tuple[Config, list[str]]:
     return config, ["train", "--run-dir", str(run), "--resume", "--device", "cpu"]
 
 
-def fails(
-    monkeypatch: pytest.MonkeyPatch, config: Config, arguments: list[str]
-) -> tuple[str, float]:
-    """Start the ranks of a run with what the environment plants; the error's text and seconds."""
+def fails(monkeypatch: pytest.MonkeyPatch, config: Config, arguments: list[str]) -> str:
+    """Start the ranks of a run with what the environment plants; the error, all being over."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("MFUN_TEST_MARK", mark)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    started = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         launch.start(mesh(config), arguments, program=(WORKER,))
-    seconds = time.monotonic() - started
     assert processes_with(mark) == []
-    return str(caught.value), seconds
+    return str(caught.value)
 
 
 FAULTS = [
@@ -113,11 +109,12 @@ FAULTS = [
 def test_a_rank_that_fails_ends_all(fault, first_line, tmp_path, monkeypatch):
     """On dp2 pp2, wherever it fails at step 3: the first error with its rank, in 30 s, no child."""
     monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("STRUCK", str(tmp_path / "struck"))
     config, arguments = small(tmp_path, "parallel.tp=1", "parallel.pp=2", "parallel.dp=2")
-    message, seconds = fails(monkeypatch, config, arguments)
+    message = fails(monkeypatch, config, arguments)
+    assert time.time() - float((tmp_path / "struck").read_text()) < 30
     assert message.splitlines()[0] == first_line
     assert ("train_worker.py" in message) == ("kill" not in fault)
-    assert seconds < 90  # the start included, on a busy machine
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3][: 2 + ("save" in fault)]
 
@@ -126,7 +123,7 @@ def test_replicas_that_start_apart_are_refused(tmp_path, monkeypatch):
     """dp2 with other initial weights on rank 1: the leaf and the ranks are named."""
     monkeypatch.setenv("SKEW", "1")
     config, arguments = small(tmp_path, "parallel.tp=1", "parallel.pp=1", "parallel.dp=2")
-    message, _ = fails(monkeypatch, config, arguments)
+    message = fails(monkeypatch, config, arguments)
     assert "ranks that hold the same tensors hold different bits" in message
     assert "params.embed.tokens" in message and "of (0, 1)" in message
 

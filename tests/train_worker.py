@@ -1,6 +1,6 @@
 """One rank of a training run with a planted fault or a watcher; run as a program by the tests.
 
-FAULT=kind:rank,...  raises, dies or hangs on a rank at step 3
+FAULT=kind:rank,...  raises, dies or hangs on a rank at step 3; the file STRUCK gets the time
 WATCH=folder         each rank writes its records and its count of live tensors there
 SKEW=rank            a rank that draws its initial weights from another seed
 """
@@ -29,7 +29,8 @@ STEP = 3
 
 
 def strike(kind: str) -> None:
-    """What the fault does."""
+    """What the fault does; when it did is written down."""
+    Path(os.environ["STRUCK"]).write_text(str(time.time()))
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "hang":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import attrs
 import torch
-from mfun.models.gpt import gpt
 
 from mfun import config as cfg
 from mfun import tree
 from mfun.config import Config
 from mfun.grads import Reduction, reductions
 from mfun.mesh import Mesh
+from mfun.models.gpt import Head, gpt
 from mfun.pipeline.stage import Stage, cut
 from mfun.schedule import Op
 from mfun.schedule import plan as plan_schedule
@@ -53,7 +53,7 @@ class Plan:
         }
 
 
-def plan(config: Config, head: str = "loss") -> Plan:
+def plan(config: Config, head: Head = "loss") -> Plan:
     """Lay a resolved configuration out.
 
     Args:
