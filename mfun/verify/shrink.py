@@ -36,7 +36,7 @@ def shrink(config: Config, steps: int = 3) -> Config:
         >>> big = resolve(load("llama3-8b", ["parallel.tp=2", "parallel.pp=2"]), 4)
         >>> small = shrink(big)
         >>> small.model.layers, small.model.heads, small.model.kv_heads, small.parallel.pp
-        (4, 4, 2, 2)
+        (4, 8, 4, 2)
     """
     parallel = _parallel(config.parallel)
     layers, per_stage = _layers(config)
@@ -60,13 +60,14 @@ def _parallel(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def _layers(config: Config) -> tuple[int, tuple[int, ...]]:
-    """Depth and stages: at most two blocks a stage, unequal stages stay unequal."""
-    given, pp = config.parallel.layers_per_stage, config.parallel.pp
+    """Depth and stages: two blocks a stage, or as few as keep larger stages larger."""
+    given, layers, pp = config.parallel.layers_per_stage, config.model.layers, config.parallel.pp
     if not given:
-        uneven = config.model.layers % pp != 0
-        return min(config.model.layers, 2 * pp - (1 if uneven and pp > 1 else 0)), ()
-    most = max(given)
-    small = tuple(math.ceil(2 * n / most) for n in given) if most > 2 else given
+        return (pp + layers % pp if layers % pp else min(layers, 2 * pp)), ()
+    if max(given) <= 2:
+        return layers, given
+    sizes = sorted(set(given) - {0})
+    small = tuple(0 if n == 0 else 2 if len(sizes) == 1 else 1 + sizes.index(n) for n in given)
     return sum(small), small
 
 
@@ -74,7 +75,8 @@ def _model(model: ModelConfig, parallel: ParallelConfig, layers: int) -> ModelCo
     tp = parallel.tp
     heads, kv = _heads(model.heads, model.kv, tp)
     own_width = model.hidden != model.heads * model.head_size
-    seq = max(8, 2 * tp) if model.seq_len % tp == 0 else 2 * tp + 1
+    shard = max(2, math.ceil(8 / tp))
+    seq = shard * tp if model.seq_len % tp == 0 else 2 * tp + 1
     window = model.sliding_window
     original = model.rope_original
     return attrs.evolve(
@@ -83,9 +85,9 @@ def _model(model: ModelConfig, parallel: ParallelConfig, layers: int) -> ModelCo
         heads=heads,
         kv_heads=0 if model.kv == model.heads else kv,
         head_dim=4 if own_width else 0,
-        hidden=heads * 4 + (2 if own_width else 0),
+        hidden=heads * 4 + (2 * tp if own_width else 0),
         ffn=tp * 5 if model.ffn else 0,
-        vocab=min(model.vocab, 8 * tp + 16 + model.vocab % tp),
+        vocab=min(model.vocab, (8 + math.ceil(16 / tp)) * tp + model.vocab % tp),
         seq_len=seq,
         sliding_window=0 if not window else max(2, min(window, seq // 2 + 1)),
         rope_original=0 if not original else max(2, round(seq * original / model.seq_len)),
@@ -93,14 +95,14 @@ def _model(model: ModelConfig, parallel: ParallelConfig, layers: int) -> ModelCo
 
 
 def _heads(heads: int, kv: int, tp: int) -> tuple[int, int]:
-    """The fewest heads with the same relation of heads, kv heads and tp."""
+    """The fewest heads with the same relations to kv heads and tp; two a rank stand for more."""
     if kv == heads:
-        small = tp if tp > 1 else 2
+        small = tp * min(2, heads // tp)
         return small, small
     if kv % tp == 0:
-        small_kv = tp if tp > 1 or kv == 1 else 2
+        small_kv = tp * min(2, kv // tp)
         return small_kv * 2, small_kv
-    return max(math.lcm(tp, kv), 2 * kv), kv
+    return tp * min(2, heads // tp), kv
 
 
 def _optim(optim: OptimConfig, train: TrainConfig, steps: int) -> OptimConfig:
@@ -111,8 +113,8 @@ def _optim(optim: OptimConfig, train: TrainConfig, steps: int) -> OptimConfig:
 
 
 def _train(config: Config, parallel: ParallelConfig, steps: int) -> TrainConfig:
-    """Two samples a microbatch (one more in the first where they are unequal), at most five."""
-    count = min(config.train.microbatches, 5)
+    """Two samples a microbatch, one more in the first if they are unequal; few microbatches."""
+    count = min(config.train.microbatches, max(5, parallel.pp + 1))
     sizes = microbatches_of(config)
     uneven = len(set(sizes)) > 1
     per_rank = count * (2 if min(sizes) > 1 else 1) + (1 if uneven and count > 1 else 0)
