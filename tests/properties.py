@@ -37,9 +37,10 @@ from tests import toys
 from tests.threads import in_threads, on_threads
 
 SMALL = (
+    "model.position=learned model.norm=layernorm model.tied=true model.bias=none model.dropout=0 "
     "model.layers=1 model.hidden=8 model.heads=2 model.ffn=8 model.vocab=19 model.seq_len=6 "
     "model.init_std=0.3 parallel.tp=1 parallel.pp=1 precision.policy=fp64 optim.schedule=constant "
-    "optim.warmup=0 optim.clip=0 optim.eps=1e-4 train.steps=1 "
+    "optim.warmup=0 optim.clip=0 optim.eps=1e-4 optim.name=adamw optim.lr=1e-3 train.steps=1 "
     "train.global_batch=4 train.microbatches=2"
 )
 SECTIONS = {
@@ -67,7 +68,7 @@ def small(settings: str) -> Config:
     given = (item.split("=")[0] for item in settings.split())
     sections = ("" if "." in field else f"{SECTIONS[field]}." for field in given)
     changes = [f"{a}{b}" for a, b in zip(sections, settings.split(), strict=True)]
-    return cfg.resolve(cfg.load("tiny", [*SMALL.split(), *changes]), None)
+    return cfg.resolve(cfg.override(Config(), [*SMALL.split(), *changes]), None)
 
 
 history = cache(reference_history)
