@@ -17,7 +17,9 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -25,6 +27,7 @@ import click
 import torch
 import torch.distributed as dist
 
+RESULTS = "MFUN_BENCH_RESULTS"  # folder in which each rank leaves its numbers
 SIZES = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 8192, "seq": 256, "batch": 8}
 TINY = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "seq": 32, "batch": 4}
 
@@ -143,8 +146,10 @@ def launch(name: str, who: str, steps: int, tiny: bool) -> dict[str, Any]:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command += ["research.bench.peers", "--worker", f"{name}:{who}:{steps}:{int(tiny)}"]
     env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // ranks))}
-    run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    rows = [json.loads(x[5:]) for x in run.stdout.splitlines() if x.startswith("JSON ")]
+    with tempfile.TemporaryDirectory() as folder:
+        env[RESULTS] = folder
+        run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        rows = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
     if run.returncode or len(rows) != ranks:
         raise RuntimeError(f"{name} {who} failed ({run.returncode}):\n{run.stderr[-3000:]}")
     return {
@@ -187,7 +192,8 @@ def main(cases: str, repeats: int, steps: int, tiny: bool, worker_: str) -> None
     if worker_:
         name, who, count, small = worker_.split(":")
         result = worker(name, who, int(count), TINY if int(small) else SIZES)
-        print("JSON " + json.dumps(result), flush=True)
+        path = Path(os.environ[RESULTS]) / f"rank-{os.environ.get('RANK', '0')}.json"
+        path.write_text(json.dumps(result))
         return
     for name in cases.split(","):
         row = compare(name, repeats, steps, tiny)
