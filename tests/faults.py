@@ -556,6 +556,13 @@ REDUCTIONS = (
         "tied tables counted twice",
     ),
     Fault(
+        "the norm drops what is left of its pieces",
+        edit("grads.finalize:sum_of_squares", ("return total + ", "return total + 0.0 * ")),
+        holds.norm_of_long_buffers,
+        "sum over 2053 elements",
+        "up to 1023 elements of a bucket do not count",
+    ),
+    Fault(
         "the norm is not summed over tp",
         edit("grads.finalize:global_norm", ('("tp",), everywhere', "(), everywhere")),
         TP,
@@ -623,6 +630,13 @@ NORMALISATION = (
         holds.no_tokens,
         "nan",
         "one empty batch turns all weights into NaN",
+    ),
+    Fault(
+        "a lone token counts half",
+        edit("grads.normalise:seeds", ("total.clamp(min=1.0)", "total.clamp(min=2.0)")),
+        holds.no_tokens,
+        "lone token",
+        "a guard against 0 that changes other counts",
     ),
     Fault(
         "a microbatch without a valid token divides by 0",
@@ -759,6 +773,20 @@ PIPELINE = (
         RECOMPUTE,
         "gradient off",
         "a generator's state was not put back",
+    ),
+    Fault(
+        "recompute ignored",
+        edit("train.step:Trainer.__init__", ('config.parallel.recompute == "full"', "False")),
+        holds.recompute_runs_twice,
+        "calls",
+        "the numbers are right, the memory is not",
+    ),
+    Fault(
+        "an unused message has no gradient",
+        edit("pipeline.pullback:autograd_layer", ("torch.zeros_like(v) if g is None else g", "g")),
+        holds.unused_message,
+        "None",
+        "a stage that passes a tensor by",
     ),
     Fault(
         "the mailbox sums over the wrong ranks",

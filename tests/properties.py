@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
@@ -21,6 +22,7 @@ from mfun import data, nn, rng, spec, tree
 from mfun.comm import DUALS, collectives, p2p, simulate, single_groups
 from mfun.config import Config
 from mfun.grads import GradBuffers, finalize, reductions
+from mfun.grads.finalize import NORM_CHUNK, sum_of_squares
 from mfun.mesh import Mesh
 from mfun.nn.layer import Layer
 from mfun.pipeline import mailbox
@@ -333,11 +335,13 @@ def unused_leaves() -> None:
 @named
 def no_tokens() -> None:
     """a microbatch, or a batch, without a valid token adds exactly 0."""
-    nothing = (1.0, 1.0), (0, 0)
+    nothing, one = ((1.0, 1.0), (0, 0)), ((1.0, 1.0), (1, 0))
     run = lambda *rows, norm: toys.run(  # noqa: E731
         toys.scalar_model(), [2], [rows], mesh=Mesh(), norm=norm
     ).grad("w")
     equal("the gradient of an empty batch", run(nothing, nothing, norm="tokens"), [0.0])
+    for norm in ("tokens", "microbatch"):
+        equal("the gradient of a lone token", run(one, norm=norm), [1.0])
     for norm, want in (("tokens", 1.0), ("microbatch", 0.5)):
         equal(f"the gradient by {norm}", run(nothing, ONES, norm=norm), [want])
 
@@ -357,6 +361,45 @@ def finalized_tree() -> None:
     )(torch.tensor([1.0, 1.0, 10.0, 10.0]))
     equal("the gradient of equal", whole["equal"], [11.0])
     equal("the gradient of partial", whole["partial"], [22.0])
+
+
+@named
+def unused_message() -> None:
+    """a tensor that crosses stages and is not used sends a gradient of 0 back."""
+    leaf = {"w": ParamSpec(shape=(1,), grad={"tp": "equal"})}
+    first = Layer("w", leaf, lambda p, x, c: {"h": p["w"] * c.batch["values"], "r": p["w"] * 9})
+    result = toys.run([first, toys.sum_loss()], [1, 1], [[ONES]], mesh=Mesh(pp=2))
+    equal("the gradient of w", result.grad("w"), [1.0])
+
+
+@named
+def norm_of_long_buffers() -> None:
+    """the sum of squares of a buffer is that of its elements, whatever its length."""
+    for size in (0, 3, NORM_CHUNK, 2 * NORM_CHUNK + 5):
+        x = randn(size, 2, size)
+        equal(f"the sum over {size} elements", sum_of_squares(x), (x * x).sum(-1))
+
+
+@named
+def recompute_runs_twice() -> None:
+    """with recompute="full" every layer runs again for its backward, otherwise once."""
+    for settings, times in (("recompute=none", 1), ("recompute=full", 2)):
+        config = small(settings)
+        layout, calls = plan(config), []
+
+        def counted(layer: Layer, calls: list[str] = calls) -> Layer:
+            def apply(params: Any, x: Any, ctx: Any) -> Any:
+                calls.append(layer.name)
+                return layer.apply(params, x, ctx)
+
+            return layer._replace(apply=apply)
+
+        stages = tuple(
+            attrs.evolve(stage, layers=tuple(map(counted, stage.layers))) for stage in layout.stages
+        )
+        in_mailbox(attrs.evolve(layout, stages=stages))
+        steps = config.train.steps + 1  # the first gradients are taken twice
+        equal("the calls", len(calls), 3 * times * steps * config.train.microbatches)
 
 
 @named
