@@ -44,7 +44,7 @@ def config(tp: int, dp: int) -> Config:
 
 
 def mesh_loss(cfg: Config, specs: Tree) -> Callable[[Tree, Tree], Tensor]:
-    """The mean loss as a function of whole parameters and a whole batch, run on a simulated mesh."""
+    """The mean loss of whole parameters and a whole batch, run on a simulated mesh."""
     layers = gpt(cfg)
 
     def local(groups: Groups, params: Tree, batch: dict[str, Tensor]) -> Tensor:

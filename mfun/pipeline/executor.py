@@ -173,7 +173,7 @@ class _Mail:
         self._made[kind, mb] = message
 
     def post(self, batch: Sequence[Send | Recv]) -> None:
-        """Start a batch of messages together; a sent one is let go here and kept by the transport."""
+        """Start a batch of messages together; the transport keeps what is sent, not we."""
         outgoing = {op: self._made.pop((op.kind, op.mb)) for op in batch if isinstance(op, Send)}
         self._world.post(batch, outgoing, self._sizes)
         self._posted.update({(op.kind, op.mb): op for op in batch if isinstance(op, Recv)})

@@ -1,9 +1,9 @@
 """All stages of a pipeline in one process: a mailbox instead of a network.
 
 Each stage's ranks run as one vmap; the stages' programs are generators that take turns. It is the
-step that runs on processes, so what is shown here is shown of it. `Office` can also play a transport with
-rendezvous (a send is not over until it is taken) or one that copies late, to catch a buffer reused
-too early.
+step that runs on processes, so what is shown here is shown of it. `Office` can also play a
+transport with rendezvous (a send is not over until it is taken) or one that copies late, to catch a
+buffer reused too early.
 """
 
 from __future__ import annotations

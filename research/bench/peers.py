@@ -124,22 +124,23 @@ def worker(name: str, who: str, steps: int, sizes: dict[str, int]) -> dict[str, 
         step = mfun_step(case, sizes, tokens, labels)
     else:
         step = peer_step(name, case, sizes, tokens, labels)
-    times, loss = [], 0.0
+    times, cpu, loss = [], [], 0.0
     for _ in range(steps + 2):
         if case.ranks > 1:
             dist.barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         loss = step()
         times.append(1e3 * (time.perf_counter() - start))
+        cpu.append(1e3 * (time.process_time() - used))
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if case.ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
-    return {"ms": times[2:], "rss": rss, "loss": loss}
+    return {"ms": times[2:], "cpu_ms": cpu[2:], "rss": rss, "loss": loss}
 
 
 def launch(name: str, who: str, steps: int, tiny: bool) -> dict[str, Any]:
-    """Run one side in fresh processes; the slowest rank's times, the largest rank's memory."""
+    """Run one side in fresh processes: the slowest rank's times, all processor time, most memory."""
     ranks = CASES[name].ranks
     command = [sys.executable, "-m"]
     if ranks > 1:
@@ -154,6 +155,7 @@ def launch(name: str, who: str, steps: int, tiny: bool) -> dict[str, Any]:
         raise RuntimeError(f"{name} {who} failed ({run.returncode}):\n{run.stderr[-3000:]}")
     return {
         "ms": [max(ms) for ms in zip(*(row["ms"] for row in rows), strict=True)],
+        "cpu_ms": [sum(ms) for ms in zip(*(row["cpu_ms"] for row in rows), strict=True)],
         "rss": max(row["rss"] for row in rows),
         "loss": max(row["loss"] for row in rows),
     }
@@ -167,6 +169,7 @@ def compare(name: str, repeats: int, steps: int, tiny: bool = False) -> dict[str
             found.append(launch(name, who, steps, tiny))
     ms = {who: [t for run in found for t in run["ms"]] for who, found in runs.items()}
     middle = {who: statistics.median(times) for who, times in ms.items()}
+    cpu = {who: [t for run in found for t in run["cpu_ms"]] for who, found in runs.items()}
     rss = {who: statistics.median(run["rss"] for run in found) for who, found in runs.items()}
     return {
         "case": name,
@@ -175,6 +178,7 @@ def compare(name: str, repeats: int, steps: int, tiny: bool = False) -> dict[str
         "peer_ms": middle["peer"],
         "min_ratio": min(ms["mfun"]) / min(ms["peer"]),
         "time_ratio": middle["mfun"] / middle["peer"],
+        "cpu_ratio": statistics.median(cpu["mfun"]) / statistics.median(cpu["peer"]),
         "expected": CASES[name].expected,
         "memory_ratio": rss["mfun"] / rss["peer"],
         "losses": {who: found[-1]["loss"] for who, found in runs.items()},
@@ -200,7 +204,8 @@ def main(cases: str, repeats: int, steps: int, tiny: bool, worker_: str) -> None
         print(
             f"{name:4} {row['mfun_ms']:8.1f} ms  peer {row['peer_ms']:8.1f} ms  "
             f"ratio {row['time_ratio']:.3f} (minima {row['min_ratio']:.3f}, expected <= "
-            f"{row['expected']:.2f})  memory {row['memory_ratio']:.3f}  vs {row['peer']}",
+            f"{row['expected']:.2f})  cpu {row['cpu_ratio']:.3f}  memory "
+            f"{row['memory_ratio']:.3f}  vs {row['peer']}",
             flush=True,
         )
 
