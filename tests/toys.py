@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 def scalar_model() -> list[Layer]:
-    """One weight w, token loss x_t * w: its gradient is the mean of the x_t (fixture S)."""
+    """One weight w, token loss x_t * w: its gradient is the weighted mean of the x_t."""
     spec = {"w": ParamSpec(shape=(1,), init=Init("zeros"), grad={"tp": "equal"})}
     multiply = Layer("w", spec, lambda p, x, c: {"h": p["w"] * c.batch["values"]})
     return [multiply, sum_loss()]

@@ -54,12 +54,12 @@ def permute(index: np.ndarray, size: int, key: tuple[str | int, ...]) -> np.ndar
 
     Returns: (n,) int64.
 
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (generalised Feistel
-        network and cycle walking); the mixing function is splitmix64's (Steele et al. 2014).
-
     Example:
         >>> permute(np.arange(4), 4, ("doc",)).tolist()
         [3, 1, 2, 0]
+
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (generalised Feistel
+        network and cycle walking); the mixing function is splitmix64's (Steele et al. 2014).
     """
     rows = isqrt(size - 1) + 1 if size > 1 else 1
     cols = -(-size // rows)
