@@ -18,7 +18,7 @@ from mfun.mesh import FAMILIES
 from mfun.schedule import Costs, bubble, events, makespan, timeline
 from mfun.schedule import plan as plan_schedule
 from mfun.spec import ParamSpec, local_shape
-from mfun.train.memory import all_specs, buffers, in_flight_microbatches, memory
+from mfun.train.memory import in_flight_microbatches, memory
 from mfun.train.plan import Plan, plan
 
 GROUPS_SHOWN = 4
@@ -76,7 +76,7 @@ def _groups_text(groups: tuple[tuple[int, ...], ...]) -> str:
 
 def parameter_lines(layout: Plan) -> Iterator[str]:
     """Each parameter's whole and local shape, and how it is cut; equal blocks in one line."""
-    specs = all_specs(layout)
+    specs = layout.specs
     total = sum(spec.numel for spec in specs.values())
     flops = cfg.flops_per_token(layout.config.model).total
     yield f"{count(total)} in all ({total}), {count(flops, 'FLOP')} a token and step"
@@ -93,12 +93,12 @@ def gradient_lines(layout: Plan) -> Iterator[str]:
     """What happens to each gradient, and the flat buffers."""
     table = {
         label: attrs.evolve(layout.table[path], path=label)
-        for label, path in _labels(all_specs(layout), layout).items()
+        for label, path in _labels(layout.specs, layout).items()
     }
     note = normalisation.explain(layout.config.train.loss_norm)
     yield from explain(table, note).splitlines()
     for stage in distinct_stages(layout):
-        grads = buffers(layout, stage[0])
+        grads = layout.buffers(stage[0])
         yield f"stage {numbers(stage)}: {len(grads.buckets)} buffers of {layout.dtype}"
         for bucket in grads.buckets[:BUCKETS_SHOWN]:
             first = bucket.spans[0].path

@@ -14,7 +14,6 @@ from mfun import checkpoint
 from mfun.cli.text import count, duration, ranks_text
 from mfun.train import metrics
 from mfun.train.loop import Job, Record, train
-from mfun.train.memory import all_specs
 from mfun.train.step import State
 
 
@@ -118,7 +117,7 @@ def notes(record: Record) -> Iterator[str]:
 def _heading(job: Job, state: State) -> str:
     """What runs, where."""
     config = job.config
-    parameters = sum(spec.numel for spec in all_specs(job.plan).values())
+    parameters = sum(spec.numel for spec in job.plan.specs.values())
     begins = f"resumed after step {state.step}" if state.step else f"{config.train.steps} steps"
     return (
         f"GPT of {count(parameters)} parameters, {ranks_text(config)} on {job.peers.device.type}, "

@@ -27,9 +27,8 @@ import attrs
 from mfun import config as cfg
 from mfun import tree
 from mfun.config import Config
-from mfun.grads import GradBuffers
 from mfun.schedule import SCHEDULES
-from mfun.spec import ParamSpec, local_shape
+from mfun.spec import local_shape
 from mfun.train.plan import Plan
 
 
@@ -76,27 +75,10 @@ def memory(plan: Plan, stage: int) -> Memory:
     in_flight = in_flight_microbatches(config, stage)
     return Memory(
         params=elements * itemsize,
-        grads=sum(buffer.numel() for buffer in buffers(plan, stage).buffers) * itemsize,
+        grads=sum(buffer.numel() for buffer in plan.buffers(stage).buffers) * itemsize,
         opt=moments * elements * itemsize,
         activations=in_flight * kept,
         in_flight=in_flight,
-    )
-
-
-def all_specs(plan: Plan) -> dict[str, ParamSpec]:
-    """Every parameter of a plan once, by path, in the model's order."""
-    return {path: s for stage in plan.stages for path, s in tree.flatten(stage.specs).items()}
-
-
-def buffers(plan: Plan, stage: int) -> GradBuffers:
-    """The gradient buffers of a stage, without memory."""
-    return GradBuffers(
-        plan.stages[stage].specs,
-        plan.table,
-        plan.mesh,
-        plan.dtype,
-        device="meta",
-        bucket_size=plan.config.parallel.bucket_size or None,
     )
 
 

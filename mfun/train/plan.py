@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
 from mfun import config as cfg
 from mfun import tree
 from mfun.config import Config
-from mfun.grads import Reduction, reductions
+from mfun.grads import GradBuffers, Reduction, reductions
 from mfun.mesh import Mesh
 from mfun.models.gpt import Head, gpt
 from mfun.pipeline.stage import Stage, cut
 from mfun.schedule import Op
 from mfun.schedule import plan as plan_schedule
+from mfun.spec import ParamSpec
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -28,7 +31,6 @@ class Plan:
         stages: the model's layers by pipeline stage.
         table: how each parameter's gradient is reduced.
         streams: each stage's ops of a training step.
-        forward: each stage's ops of a forward-only step with as many microbatches.
     """
 
     config: Config
@@ -36,7 +38,6 @@ class Plan:
     stages: tuple[Stage, ...]
     table: dict[str, Reduction]
     streams: tuple[tuple[Op, ...], ...]
-    forward: tuple[tuple[Op, ...], ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,13 +45,29 @@ class Plan:
         return DTYPES[self.config.precision.policy]
 
     @property
-    def decay(self) -> dict[str, bool]:
-        """Which parameters decay."""
-        return {
-            path: spec.decay
-            for stage in self.stages
-            for path, spec in tree.flatten(stage.specs).items()
-        }
+    def specs(self) -> dict[str, ParamSpec]:
+        """Every parameter once, by path, in the model's order."""
+        return {path: s for stage in self.stages for path, s in tree.flatten(stage.specs).items()}
+
+    def buffers(
+        self, stage: int, lead: Sequence[int] = (), device: torch.device | str = "meta"
+    ) -> GradBuffers:
+        """The gradient buffers of a stage; by default without memory.
+
+        Args:
+            stage: which.
+            lead: dims in front of every tensor (`World.lead`).
+            device: where.
+        """
+        return GradBuffers(
+            self.stages[stage].specs,
+            self.table,
+            self.mesh,
+            self.dtype,
+            lead=lead,
+            device=device,
+            bucket_size=self.config.parallel.bucket_size or None,
+        )
 
 
 def plan(config: Config, head: Head = "loss") -> Plan:
@@ -82,5 +99,4 @@ def plan(config: Config, head: Head = "loss") -> Plan:
         stages=stages,
         table=reductions([stage.specs for stage in stages], mesh),
         streams=plan_schedule(name, mesh.pp, microbatches),
-        forward=plan_schedule(name, mesh.pp, microbatches, forward_only=True),
     )

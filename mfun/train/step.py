@@ -54,7 +54,8 @@ class Trainer:
         self.plan, self.world = plan, world
         self.stage = plan.stages[world.stage]
         config = plan.config
-        self.optimizer = optim.build(config.optim, config.train.steps, plan.decay)
+        decay = {path: spec.decay for path, spec in plan.specs.items()}
+        self.optimizer = optim.build(config.optim, config.train.steps, decay)
         self.linearize = autograd_layer
         if config.parallel.recompute == "full":
             self.linearize = recomputed(autograd_layer)
@@ -75,15 +76,8 @@ class Trainer:
     def buffers(self, params: Any) -> GradBuffers:
         """Gradient buffers for this stage, made at the first step."""
         if self.grads is None:
-            self.grads = GradBuffers(
-                self.stage.specs,
-                self.plan.table,
-                self.plan.mesh,
-                self.plan.dtype,
-                lead=self.world.lead,
-                device=next(iter(tree.flatten(params).values())).device,
-                bucket_size=self.plan.config.parallel.bucket_size or None,
-            )
+            device = next(iter(tree.flatten(params).values())).device
+            self.grads = self.plan.buffers(self.stage.index, self.world.lead, device)
         return self.grads
 
     def gradients(

@@ -9,10 +9,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from mfun import tree
 from mfun.mesh import Mesh
 from mfun.spec import ParamSpec, unshard_leaf, window
 from mfun.train.plan import Plan
+from mfun.verify.reference import History
 
 BOUND = 1e-10
 
@@ -58,7 +58,7 @@ class Report:
         return self.bitwise and all(error <= BOUND for error in self.errors.values())
 
 
-def judge(plan: Plan, results: Sequence[RankResult], history: Any) -> Report:
+def judge(plan: Plan, results: Sequence[RankResult], history: History) -> Report:
     """Compare every rank's results with the reference's history.
 
     Errors: of a loss, relative; of a gradient leaf max|a-b| / max(max|ref|, 1e-4 max|ref of all
@@ -67,9 +67,9 @@ def judge(plan: Plan, results: Sequence[RankResult], history: Any) -> Report:
     Args:
         plan: of the run.
         results: of every rank.
-        history: the reference's losses, grad_norms, first_grads, params, learning_rates.
+        history: the reference's.
     """
-    specs = {p: s for stage in plan.stages for p, s in tree.flatten(stage.specs).items()}
+    specs = plan.specs
     loss = max(_series(r.losses, history.losses) for r in results)
     norm = max(_series(r.norms, history.grad_norms) for r in results)
     floor = 1e-4 * max(float(g.abs().max()) for g in history.first_grads.values())
@@ -185,7 +185,10 @@ def diagnose(
     holders = [r for r in results if path in r.grads]
     have = unshard_leaf([(r.coords, r.grads[path]) for r in holders], spec, plan.mesh)
     row = plan.table[path]
-    near = lambda a, b: leaf_error(a, b, 0.0) <= 1e-6  # noqa: E731
+
+    def near(a: Tensor, b: Tensor) -> bool:
+        return leaf_error(a, b, 0.0) <= 1e-6
+
     sizes = {a: plan.mesh.size(a) for a in ("tp", "dp", "cp", "pp")} | {
         r.axis: r.size for r in row.rows
     }
