@@ -7,8 +7,7 @@ than one layer. Messages go out and come in where the stream says. Nothing else 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -24,6 +23,7 @@ from mfun.pipeline.pullback import Linearize, Pull, autograd_layer
 from mfun.pipeline.stage import Stage
 from mfun.rng import Key
 from mfun.schedule import B, F, Op, Recv, Send
+from mfun.schedule import batches as batches_of
 
 Batch = Mapping[str, Tensor]
 
@@ -88,8 +88,8 @@ def train_step(
     pulls: dict[tuple[int, int], list[Pull]] = {}
     losses: list[Tensor] = []
     mail = _Mail(program.world, [_sizes(b) for b in batches])
-    for ops in _batched(stream):
-        match ops[0]:
+    for op in batches_of(stream):
+        match op:
             case F(mb, chunk):
                 _check_microbatch(mb, batches)
                 x = yield from mail.incoming("act", mb)
@@ -106,8 +106,8 @@ def train_step(
                 dx = _backward(pulls.pop((mb, chunk)), dy, grads)
                 if not program.stage.first:
                     mail.put("grad", mb, dx)
-            case _:
-                mail.post([op for op in ops if isinstance(op, Send | Recv)])
+            case tuple():
+                mail.post(op)
     yield from program.world.drain()
     return losses
 
@@ -142,8 +142,8 @@ def evaluate(
     """
     out: list[Message] = []
     mail = _Mail(program.world, [_sizes(b) for b in batches])
-    for ops in _batched(stream):
-        match ops[0]:
+    for op in batches_of(stream):
+        match op:
             case F(mb, _):
                 _check_microbatch(mb, batches)
                 x = yield from mail.incoming("act", mb)
@@ -154,8 +154,8 @@ def evaluate(
                     out.append(x)
                 else:
                     mail.put("act", mb, x)
-            case _:
-                mail.post([op for op in ops if isinstance(op, Send | Recv)])
+            case tuple():
+                mail.post(op)
     yield from program.world.drain()
     return out
 
@@ -184,15 +184,6 @@ class _Mail:
         if op is None:
             return {}
         return (yield from self._world.take(op))
-
-
-def _batched(stream: Sequence[Op]) -> Iterator[list[Op]]:
-    """Compute ops alone, consecutive messages together."""
-    for is_message, ops in itertools.groupby(stream, lambda op: isinstance(op, Send | Recv)):
-        if is_message:
-            yield list(ops)
-        else:
-            yield from ([op] for op in ops)
 
 
 def _sizes(batch: Batch) -> tuple[int, ...]:

@@ -158,9 +158,10 @@ def ddp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
 def dtensor_tp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
     """DTensor tensor parallelism with loss parallel, PyTorch's documented plan."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
+        ParallelStyle,
         RowwiseParallel,
         loss_parallel,
         parallelize_module,
@@ -168,7 +169,7 @@ def dtensor_tp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Gpt(sizes, fused=False)
-    plan = {"embed.tokens": RowwiseParallel(input_layouts=Replicate())}
+    plan: dict[str, ParallelStyle] = {"embed.tokens": RowwiseParallel(input_layouts=Replicate())}
     plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     for i in range(sizes["layers"]):
         for name in ("attn.q", "attn.k", "attn.v", "mlp.up"):
@@ -184,8 +185,7 @@ def dtensor_tp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
             value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return full.item()
+        return (value.full_tensor() if isinstance(value, DTensor) else value).item()
 
     return step
 
