@@ -81,7 +81,9 @@ _HOMES: dict[str, str] = {
 }
 """Where each public name lives; imported when first asked for, so that `import mfun` is quick."""
 
-__all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names.split())])
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]  # it reads the imports above
+    ["__version__", *(name for names in _HOMES.values() for name in names.split())]
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -57,8 +57,22 @@ class Factor:
         """The fast part, of size ``size / parts``."""
         return attrs.evolve(self, part="inner")
 
+    def __str__(self) -> str:
+        """`tp/inner2`: the inner half of tp cut in two."""
+        return f"{self.axis}/{self.part}{self.parts}"
+
 
 AxisLike = str | Factor
+
+
+def mesh_axis(axis: AxisLike) -> str:
+    """The mesh axis that is meant, or of which this is a factor.
+
+    Example:
+      >>> mesh_axis("tp"), mesh_axis(Factor("tp", 2))
+      ('tp', 'tp')
+    """
+    return axis.axis if isinstance(axis, Factor) else axis
 
 
 class Digit(NamedTuple):
@@ -153,7 +167,7 @@ class Mesh:
         if axis == "etp":
             return self.tp if self.etp is None else self.etp
         if axis not in DENSE + EXPERT:
-            raise ValueError(f"{_unknown(axis)}")
+            raise ValueError(_unknown(axis))
         return getattr(self, axis)
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -261,7 +275,7 @@ class Mesh:
           >>> Mesh(pp=2, tp=2, dp=2, order="pp-tp-dp").stage_groups("dp")
           ((0, 2), (1, 3))
         """
-        if any(axis == "pp" or (isinstance(axis, Factor) and axis.axis == "pp") for axis in axes):
+        if "pp" in map(mesh_axis, axes):
             raise ValueError("stage_groups is about one stage; name no 'pp', or use groups().")
         place = {rank: position for position, rank in enumerate(self.stage_ranks(0))}
         groups = self.groups(*axes, stages=(0,))
@@ -422,7 +436,7 @@ def _ordered(mesh: Mesh, view: tuple[str, ...]) -> list[str]:
 
 def _view(axes: Iterable[AxisLike]) -> tuple[str, ...]:
     """The view that all these axes belong to; dense where both would do."""
-    names = [axis.axis if isinstance(axis, Factor) else axis for axis in axes]
+    names = [mesh_axis(axis) for axis in axes]
     for name in names:
         if name not in DENSE + EXPERT:
             raise ValueError(_unknown(name))
@@ -434,13 +448,9 @@ def _view(axes: Iterable[AxisLike]) -> tuple[str, ...]:
     )
 
 
-def _inside(axes: Iterable[AxisLike], names: list[AxisLike]) -> set[int]:
+def _inside(axes: Sequence[AxisLike], names: list[AxisLike]) -> set[int]:
     """Positions in ``names`` of the digits that vary inside a group."""
-
-    def named(name: AxisLike) -> bool:
-        return name in axes or (isinstance(name, Factor) and name.axis in axes)
-
-    return {i for i, name in enumerate(names) if named(name)}
+    return {i for i, name in enumerate(names) if name in axes or mesh_axis(name) in axes}
 
 
 def _unknown(axis: object) -> str:

@@ -99,6 +99,12 @@ def _frozen_map(grad: Mapping[AxisLike, str]) -> Mapping[AxisLike, str]:
     return MappingProxyType(dict(grad))
 
 
+def _check_kinds(_: Any, __: attrs.Attribute[Any], grad: Mapping[AxisLike, str]) -> None:
+    for axis, kind in grad.items():
+        if kind not in GRAD_KINDS:
+            raise ValueError(f"grad over {axis!r} is {kind!r}; use one of {GRAD_KINDS}")
+
+
 @attrs.frozen(kw_only=True)
 class ParamSpec:
     """One parameter tensor, whatever the layout.
@@ -118,16 +124,13 @@ class ParamSpec:
     p: P = P()
     init: Init = Init()
     grad: Mapping[AxisLike, str] = attrs.field(
-        factory=dict, converter=_frozen_map, eq=lambda m: frozenset(m.items())
+        factory=dict,
+        converter=_frozen_map,
+        validator=_check_kinds,
+        eq=lambda m: frozenset(m.items()),
     )
     decay: bool = True
     pads: tuple[int, ...] = ()
-
-    @grad.validator
-    def _check_grad(self, _: Any, grad: Mapping[AxisLike, str]) -> None:
-        for axis, kind in grad.items():
-            if kind not in GRAD_KINDS:
-                raise ValueError(f"grad over {axis!r} is {kind!r}; use one of {GRAD_KINDS}")
 
     def __repr__(self) -> str:
         grad = "".join(f" {kind} over {axis}" for axis, kind in self.grad.items())

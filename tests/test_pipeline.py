@@ -14,7 +14,7 @@ from mfun.nn.layer import Layer
 from mfun.pipeline import mailbox
 from mfun.pipeline.pullback import autograd_layer, recomputed, vjp_layer
 from mfun.pipeline.stage import cut
-from mfun.schedule import plan
+from mfun.schedule import Recv, plan
 from mfun.spec import ParamSpec
 from tests import toys
 
@@ -207,7 +207,7 @@ def test_stuck_pipeline_says_who_waits_for_what():
     """A stage waiting for a message nobody sends is reported, not hung."""
     office = mailbox.Office()
     world = mailbox.worlds(Mesh(pp=2), office)[1]
-    op = next(op for op in plan("1f1b", 2, 1)[1] if type(op).__name__ == "Recv")
+    op = next(op for op in plan("1f1b", 2, 1)[1] if isinstance(op, Recv))
 
     def program():
         yield from world.take(op)

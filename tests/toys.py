@@ -59,7 +59,7 @@ def run(
     office: mailbox.Office | None = None,
     linearize: Linearize = autograd_layer,
     windows: int = 1,
-    hook: Callable[[GradBuffers], None] | None = None,
+    hook: Callable[[GradBuffers], object] | None = None,
 ) -> Result:
     """One step of `layers` cut after the given counts, on rank-stacked stages.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mfun.comm.kernels import gap
-from mfun.mesh import DENSE, EXPERT, Mesh
+from mfun.mesh import DENSE, EXPERT, Mesh, mesh_axis
 from mfun.spec import P, ParamSpec, local_shape, others, pad_to, piece_index, pieces
 
 
@@ -69,10 +69,9 @@ def make_door(p: P, ndim: int, mesh: Mesh, check: bool, name: str) -> Door:
 def _view(p: P, mesh: Mesh, name: str) -> tuple[str, ...]:
     """The three axes of a stage in the view that `p` speaks of."""
     try:
-        names = [digit.axis for digit in mesh.digits(*p.axes, *p.sums)]
+        names = [mesh_axis(digit.axis) for digit in mesh.digits(*p.axes, *p.sums)]
     except ValueError as error:
         raise ValueError(f"{name}: {p}: {error}") from None
-    names = [axis if isinstance(axis, str) else axis.axis for axis in names]
     return EXPERT[:3] if "edp" in names else DENSE[:3]
 
 
@@ -90,7 +89,7 @@ def as_p(spec: P | ParamSpec) -> P:
             "one of equal ones; declare `partial`, or give a P and average in the program"
         )
     sums = [axis for axis, kind in spec.grad.items() if kind == "partial"]
-    expert = {"etp", "ep", "edp"} & {a if isinstance(a, str) else a.axis for a in spec.p.axes}
+    expert = {"etp", "ep", "edp"} & set(map(mesh_axis, spec.p.axes))
     return P(*spec.p.entries, sums=(*(("edp",) if expert else ("dp", "cp")), *sums))
 
 

@@ -22,7 +22,7 @@ def group_key(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None = None)
 
 def group_name(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None = None) -> str:
     """A readable name, as `dp_cp` or `dp@stages(0, 3)`."""
-    name = "_".join(a if isinstance(a, str) else f"{a.axis}/{a.part}{a.parts}" for a in axes)
+    name = "_".join(map(str, axes))
     return f"{name or 'self'}@stages{stages}" if stages is not None else name or "self"
 
 

@@ -15,20 +15,11 @@ from mfun import tree
 from mfun.comm.groups import GroupKey, Groups, group_key, process_groups
 from mfun.comm.p2p import Transport
 from mfun.comm.world import Message, Waits
-from mfun.mesh import AxisLike, Mesh
+from mfun.mesh import DENSE, FAMILIES, AxisLike, Mesh
 from mfun.schedule import Recv, Send
 
-STANDARD: tuple[tuple[str, ...], ...] = (
-    ("tp",),
-    ("cp",),
-    ("dp",),
-    ("pp",),
-    ("dp", "cp"),
-    ("tp", "pp"),
-    ("tp", "cp"),
-    ("tp", "dp", "cp"),
-    ("tp", "cp", "dp", "pp"),
-)
+STANDARD = (*(axes for axes in FAMILIES.values() if set(axes) <= set(DENSE)), DENSE)
+"""The groups that are made for every mesh: the families of the dense view, and all ranks."""
 Extra = Sequence[tuple[tuple[AxisLike, ...], tuple[int, ...] | None]]
 
 

@@ -15,7 +15,7 @@ import torch
 from mfun import tree
 from mfun.comm.axis import Scope
 from mfun.comm.door import enter, leave
-from mfun.comm.groups import Groups, simulated_groups
+from mfun.comm.groups import simulated_groups
 from mfun.mesh import Mesh
 from mfun.spec import P, ParamSpec
 
@@ -139,6 +139,3 @@ def _through(
 
     prefix(specs, values, "")
     return tree.map_with_path(one, values)
-
-
-__all__ = ["Groups", "map_ranks", "simulate"]

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from mfun.comm.groups import Groups
 from mfun.mesh import AxisLike, Mesh
 from mfun.schedule import Recv, Send
 
@@ -81,6 +80,3 @@ def finish(steps: Generator[str, None, T]) -> T:
     except StopIteration as stop:
         return stop.value
     raise RuntimeError(f"this program waits for {waiting}; run it with mfun.pipeline.mailbox.run")
-
-
-__all__ = ["Groups", "Message", "Waits", "World", "finish"]

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import attrs
 
 from mfun import tree
-from mfun.mesh import AxisLike, Factor, Mesh
+from mfun.mesh import AxisLike, Factor, Mesh, mesh_axis
 from mfun.spec import ParamSpec, replicated
 
+Group = tuple[tuple[AxisLike, ...], tuple[int, ...] | None]
+"""Axes within a stage, and the stages joined, None for one."""
 MODEL_AXES = ("tp",)
 DATA_AXES = ("dp", "cp")
 
@@ -85,14 +87,14 @@ class Reduction:
         return out
 
     @property
-    def group(self) -> tuple[tuple[AxisLike, ...], tuple[int, ...] | None]:
+    def group(self) -> Group:
         """What to all-reduce over."""
         return self.axes, self.joined
 
 
 def _declared(path: str, spec: ParamSpec, axis: AxisLike) -> str:
     """The declared kind of a model axis the leaf is replicated over."""
-    for name in (axis, axis.axis if isinstance(axis, Factor) else axis):
+    for name in (axis, mesh_axis(axis)):
         if name in spec.grad:
             kind = spec.grad[name]
             return "repeated" if isinstance(axis, Factor) and kind == "partial" else kind
@@ -118,7 +120,7 @@ def reduction(path: str, spec: ParamSpec, mesh: Mesh, stages: Sequence[int]) -> 
     axes = replicated(spec.p, mesh, (*MODEL_AXES, *DATA_AXES))
     rows = [
         Row(
-            str(axis) if isinstance(axis, str) else f"{axis.axis}/{axis.part}{axis.parts}",
+            str(axis),
             mesh.size(axis),
             "data" if axis in DATA_AXES else _declared(path, spec, axis),
         )
@@ -160,19 +162,17 @@ def reductions(stage_specs: Sequence[Any], mesh: Mesh) -> dict[str, Reduction]:
     return {path: reduction(path, specs[path], mesh, holders[path]) for path in specs}
 
 
-def needed_groups(
-    table: Mapping[str, Reduction], mesh: Mesh
-) -> list[tuple[tuple[AxisLike, ...], tuple[int, ...] | None]]:
+def needed_groups(table: Mapping[str, Reduction], mesh: Mesh) -> list[Group]:
     """Every group a training step reduces over, once, in the same order on all ranks.
 
     Includes those of the gradient norm and of the loss, which every stage learns.
     """
     everywhere = tuple(range(mesh.pp))
-    groups = [(("tp",), everywhere), (("dp", "cp"), everywhere)]
+    groups: list[Group] = [(("tp",), everywhere), (("dp", "cp"), everywhere)]
     for row in table.values():
         if row.group not in groups and (row.axes or row.joined):
             groups.append(row.group)
-    return groups  # type: ignore[return-value]
+    return groups
 
 
 def explain(table: Mapping[str, Reduction], normalised: str = "") -> str:

@@ -16,6 +16,7 @@ from mfun import optim, tree
 from mfun.comm.process import ProcessWorld
 from mfun.comm.world import Waits
 from mfun.grads import Reduction
+from mfun.mesh import AxisLike
 from mfun.train.step import State
 
 
@@ -103,7 +104,7 @@ def _group(world: ProcessWorld, row: Reduction) -> tuple[int, ...]:
 
 def _gather(
     world: ProcessWorld,
-    axes: Sequence[object],
+    axes: Sequence[AxisLike],
     stages: tuple[int, ...] | None,
     ranks: tuple[int, ...],
     hashes: Sequence[int],
@@ -111,7 +112,7 @@ def _gather(
     """Every rank's hashes: (ranks, leaves), by a sum of rows of which each rank fills its own."""
     rows = torch.zeros(len(ranks), len(hashes), dtype=torch.int64, device=world.device)
     rows[ranks.index(world.rank)] = torch.tensor(hashes, device=world.device)
-    return (yield from world.all_reduce(rows, axes, stages))  # type: ignore[arg-type]
+    return (yield from world.all_reduce(rows, axes, stages))
 
 
 def _differing(rows: Tensor, ranks: tuple[int, ...], names: Sequence[str]) -> dict[str, str]:

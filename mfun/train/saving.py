@@ -13,6 +13,7 @@ from mfun import checkpoint, optim, tree
 from mfun import config as cfg
 from mfun.checkpoint import Piece
 from mfun.comm.process import ProcessWorld
+from mfun.grads.table import Group
 from mfun.mesh import Mesh
 from mfun.spec import ParamSpec, local_shape, window
 from mfun.train.plan import Plan
@@ -121,7 +122,7 @@ def _owners(trainer: Trainer, leaves: Mapping[str, Tensor]) -> dict[str, int]:
     }
 
 
-def first_holder(mesh: Mesh, rank: int, group: Any) -> int:
+def first_holder(mesh: Mesh, rank: int, group: Group) -> int:
     """The lowest rank that holds the same piece."""
     axes, stages = group
     return min(mesh.group_of(rank, *axes, stages=stages))
