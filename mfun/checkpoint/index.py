@@ -18,6 +18,16 @@ FORMAT = 1
 _FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 
 
+def file_name(rank: int) -> str:
+    """The file with a rank's tensors.
+
+    Example:
+        >>> file_name(3)
+        'rank-00003.safetensors'
+    """
+    return f"rank-{rank:05d}.safetensors"
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or loaded; the message says why and what to do."""
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mfun.checkpoint.disk import hash_file
-from mfun.checkpoint.index import CheckpointError, Entry, Index, read_index
+from mfun.checkpoint.index import CheckpointError, Entry, Index, file_name, read_index
 from mfun.checkpoint.writer import dtype_name
 
 
@@ -93,7 +93,7 @@ def _match(
     stored = {(key, e.file): e for key, entries in index.tensors.items() for e in entries}
     wrong, found = [], {}
     for key, (shape, dtype) in expected.items():
-        file = f"rank-{owners.get(key, rank):05d}.safetensors"
+        file = file_name(owners.get(key, rank))
         entry = stored.get((key, file))
         if entry is None:
             wrong.append(f"{key} is missing from {file}")
@@ -103,7 +103,7 @@ def _match(
             wrong.append(f"{key} has shape {entry.shape}, expected {tuple(shape)}")
         if entry.dtype != dtype_name(dtype):
             wrong.append(f"{key} is {entry.dtype}, expected {dtype_name(dtype)}")
-    own = f"rank-{rank:05d}.safetensors"
+    own = file_name(rank)
     wrong += [
         f"{k} is in {f} but not expected" for k, f in stored if f == own and k not in expected
     ]

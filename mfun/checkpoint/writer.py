@@ -23,6 +23,7 @@ from mfun.checkpoint.index import (
     Index,
     Piece,
     check_scalars,
+    file_name,
     write_index,
 )
 
@@ -121,7 +122,7 @@ def _write_rank(
     draft: Path, rank: int, owned: dict[str, Tensor], pieces: Mapping[str, Piece], disk: Disk
 ) -> None:
     """One rank's tensors, if it owns any, and then its report for rank 0."""
-    name = f"rank-{rank:05d}.safetensors"
+    name = file_name(rank)
     report: dict[str, Any] = {"files": {}, "tensors": {}}
     if owned:
         path = draft / name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 import click
 
@@ -11,19 +10,19 @@ import mfun
 from mfun.config.fields import did_you_mean
 
 COMMANDS = ("train", "sample", "verify")
-"""In the order of the help; one whose module is not there does not exist."""
+"""In the order of the help."""
 
 
 class Commands(click.Group):
     """Imports a command's module when it is asked for, so that help comes at once."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands whose modules exist."""
-        return [name for name in COMMANDS if importlib.util.find_spec(f"mfun.cli.{name}")]
+        """All of them."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a module."""
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
         return importlib.import_module(f"mfun.cli.{cmd_name}").command
 
@@ -31,9 +30,8 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command of the arguments; a misspelt one gets the nearest name."""
-        known = self.list_commands(ctx)
-        if args and args[0] not in known and not args[0].startswith("-"):
-            ctx.fail(f"no command {args[0]!r}: {did_you_mean(args[0], known)}")
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}: {did_you_mean(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
 

@@ -12,11 +12,14 @@ from rich.console import Console
 
 from mfun import config as cfg
 from mfun.cli.text import presets_text
+from mfun.cli.words import split_words
 from mfun.config import Config
 
 if TYPE_CHECKING:
+    from mfun.train.failure import Failure
     from mfun.train.lifecycle import Request
     from mfun.train.ranks import Peers, Place
+    from mfun.train.stop import Stop
 
 EPILOG = f"""
 \b
@@ -103,13 +106,8 @@ def command(
     from mfun.train.lifecycle import Request, configure
     from mfun.train.ranks import place
 
-    named = bool(words) and "=" not in words[0]
-    request = Request(
-        source=words[0] if named else None,
-        overrides=words[1:] if named else words,
-        run_dir=run_dir,
-        resume=resume,
-    )
+    source, settings = split_words(words)
+    request = Request(source=source, overrides=settings, run_dir=run_dir, resume=resume)
     try:
         here = place(os.environ)
         config = configure(request, here.world if here else None)
@@ -161,22 +159,20 @@ def _be_rank(request: Request, config: Config, here: Place | None, device_name: 
     by_other = LAUNCHED in os.environ or here.by == "torchrun"
     try:
         device = device_of(here, device_name)
-        with Stop(parent=by_other) as stop:
-            with joined(here, device, config.train.timeout_s) as peers:
-                _train(request, config, peers, stop)
+        timeout_s = config.train.timeout_s
+        with Stop(parent=by_other) as stop, joined(here, device, timeout_s) as peers:
+            _train(request, config, peers, stop)
         failure.report_end(here.rank)
     except Exception as error:
         where = failure.place_text(cfg.mesh(config).coords(here.rank))
         _end(failure.describe(error, here.rank, where), alone=here.world == 1)
 
 
-def _train(request: Request, config: Config, peers: Peers, stop: object) -> None:
+def _train(request: Request, config: Config, peers: Peers, stop: Stop) -> None:
     """The run, with its progress on rank 0."""
     from mfun.cli.progress import follow
     from mfun.train import loop
-    from mfun.train.stop import Stop
 
-    assert isinstance(stop, Stop)
     config, folder = _agree(request, config, peers)
     job = loop.job(config, peers, folder, stop)
     state = loop.begin(job)
@@ -194,15 +190,11 @@ def _agree(request: Request, config: Config, peers: Peers) -> tuple[Config, Path
     return cfg.from_toml(peers.share(text)), Path(peers.share(folder))
 
 
-def _end(failed: object, *, alone: bool) -> NoReturn:
-    """Report, and leave at once: a rank that waits for others keeps them waiting."""
-    from mfun.train.failure import Failure, report
+def _end(failed: Failure, *, alone: bool) -> NoReturn:
+    """With nobody to tell, the error is the command's own."""
+    from mfun.train.failure import leave
 
-    assert isinstance(failed, Failure)
-    sys.stdout.flush()
     if alone:
         click.echo(f"mfun: {failed.block()}", err=True)
         sys.exit(1)
-    report(failed)
-    sys.stderr.flush()
-    os._exit(1)
+    leave(failed)

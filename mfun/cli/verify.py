@@ -14,6 +14,7 @@ from rich.console import Console
 
 from mfun import config as cfg
 from mfun.cli.text import axes_text
+from mfun.cli.words import split_words
 from mfun.config import Config
 
 if TYPE_CHECKING:
@@ -79,14 +80,12 @@ def command(
 def _resolve(words: tuple[str, ...]) -> Config:
     from mfun.train.ranks import place
 
-    named = bool(words) and "=" not in words[0]
     try:
         if place(os.environ) is not None:
             raise cfg.ConfigError(
                 "mfun verify starts its own ranks; run it without torchrun or srun."
             )
-        loaded = cfg.load(words[0] if named else None, words[1:] if named else words)
-        return cfg.resolve(loaded, None)
+        return cfg.resolve(cfg.load(*split_words(words)), None)
     except cfg.ConfigError as error:
         raise click.ClickException(str(error)) from error
 
@@ -127,9 +126,7 @@ def _be_rank(source: str, folder: Path) -> None:
         failure.report_end(here.rank)
     except Exception as error:
         where = failure.place_text(cfg.mesh(config).coords(here.rank))
-        failure.report(failure.describe(error, here.rank, where))
-        sys.stderr.flush()
-        os._exit(1)
+        failure.leave(failure.describe(error, here.rank, where))
 
 
 def _layout(config: Config) -> dict[str, Any]:
@@ -158,9 +155,11 @@ def _object(config: Config, report: Report, seconds: float) -> dict[str, Any]:
 
 
 def _print(config: Config, report: Report, seconds: float) -> None:
+    from mfun.verify.compare import BOUND
+
     out = Console(highlight=False, soft_wrap=True)
     verdict = "[green]equal to one device[/]" if report.ok else "[red]NOT equal to one device[/]"
-    out.print(f"{axes_text(config)}: {verdict} ({seconds:.1f} s, float64, bound 1e-10)")
+    out.print(f"{axes_text(config)}: {verdict} ({seconds:.1f} s, float64, bound {BOUND:g})")
     for kind, error in report.errors.items():
         leaf = f"  worst {report.worst[kind]}" if kind in report.worst else ""
         out.print(f"  {kind:<7} largest relative error {error:.2e}{leaf}")

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import attrs
 import cattrs
@@ -124,6 +125,14 @@ def report(failure: Failure) -> None:
     first = failure.block() if not failure.consequence else _gone(failure)
     print(first, file=sys.stderr, flush=True)
     _tell_torchrun(failure)
+
+
+def leave(failure: Failure) -> NoReturn:
+    """Report, and end the process at once: a rank that closes in order keeps others waiting."""
+    sys.stdout.flush()
+    report(failure)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _gone(failure: Failure) -> str:
