@@ -244,7 +244,10 @@ def init_leaf(
         case "ones":
             x = torch.ones(grid.shape, dtype=dtype)
         case kind:
-            raise ValueError(f"init rule {kind!r} of {path!r} is not known")
+            raise ValueError(
+                f"init rule {kind!r} of {path!r} is not known; use normal, truncated_normal, "
+                "uniform, zeros or ones"
+            )
     return pad_to(x, local_shape(spec, mesh))
 
 
@@ -255,10 +258,19 @@ def init_params(specs: Any, seed: int, mesh: Mesh, coords: Coords, dtype: torch.
     )
 
 
-def shard_leaf(x: Tensor, spec: ParamSpec, mesh: Mesh, coords: Coords) -> Tensor:
-    """One rank's piece of a whole tensor, padded."""
+def shard_leaf(
+    x: Tensor, spec: ParamSpec, mesh: Mesh, coords: Coords, path: str = "shard_leaf"
+) -> Tensor:
+    """One rank's piece of a whole tensor, padded; its path is for the error.
+
+    Raises:
+        ValueError: x has another shape than the spec.
+    """
     if tuple(x.shape) != spec.shape:
-        raise ValueError(f"a tensor of shape {[*x.shape]} for a spec of shape {[*spec.shape]}")
+        raise ValueError(
+            f"{path}: a tensor of shape {[*x.shape]} for a spec of shape {[*spec.shape]}; give the "
+            "whole, unpadded tensor"
+        )
     box = tuple(slice(a, b) for a, b in window(spec, mesh, coords))
     return pad_to(x[box], local_shape(spec, mesh))
 
@@ -271,7 +283,9 @@ def shard(params: Any, specs: Any, mesh: Mesh, coords: Coords) -> Any:
         >>> shard(whole, {"w": ParamSpec(shape=(4,), p=P("tp"))}, Mesh(tp=2), {"tp": 1})
         {'w': tensor([2., 3.])}
     """
-    return tree.map(lambda spec, x: shard_leaf(x, spec, mesh, coords), specs, params)
+    return tree.map_with_path(
+        lambda path, spec, x: shard_leaf(x, spec, mesh, coords, path), specs, params
+    )
 
 
 def unshard_leaf(parts: Sequence[tuple[Coords, Tensor]], spec: ParamSpec, mesh: Mesh) -> Tensor:

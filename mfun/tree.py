@@ -65,7 +65,10 @@ def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
     for key, child in found.items():
         leaves = flatten(child, _join(path, key))
         if not out.keys().isdisjoint(leaves):
-            raise ValueError(f"tree: two leaves at {sorted(out.keys() & leaves.keys())}")
+            raise ValueError(
+                f"tree: two leaves at {sorted(out.keys() & leaves.keys())}, because a key holds a "
+                "dot; rename the key"
+            )
         out.update(leaves)
     return out
 
@@ -87,9 +90,14 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
         for key in parents:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                raise ValueError(f"unflatten: {path!r} goes through a leaf at {key!r}")
+                raise ValueError(
+                    f"unflatten: {path!r} goes through a leaf at {key!r}; a path is a leaf or a "
+                    "branch, so rename one"
+                )
         if last in node:
-            raise ValueError(f"unflatten: {path!r} is given twice, or is both leaf and branch")
+            raise ValueError(
+                f"unflatten: {path!r} is both a leaf and a branch; rename one of the two"
+            )
         node[last] = leaf
     return out
 
@@ -161,7 +169,10 @@ def merge(*trees: Tree) -> dict[str, Any]:
     for tree in trees:
         for path, leaf in flatten(tree).items():
             if path in leaves and not _same(leaves[path], leaf):
-                raise ValueError(f"merge: two different leaves at {path!r}")
+                raise ValueError(
+                    f"merge: two different leaves at {path!r}; what is shared must be one tensor "
+                    "or equal specs, so give the other its own path"
+                )
             leaves[path] = leaf
     return unflatten(leaves)
 
