@@ -271,6 +271,9 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
     y_r = sum_s x_s;   dx_r = sum_s dy_s.
 
+    A value meant once must take `reduce`: here its gradient would be counted by every rank, and
+    nothing in the value shows it.
+
     Args:
         x: any shape, P over `axis`.
         axis: the axis.
@@ -285,6 +288,10 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Concatenate the ranks' pieces along `dim`; its backward is `reduce_scatter`.
+
+    y = [x_0; x_1; ..];   dx_r = piece r of sum_s dy_s.
+
+    Megatron-LM's gather_from_sequence_parallel_region.
 
     Args:
         x: rank-local piece, V over `axis`.
@@ -306,6 +313,10 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum over the ranks, each keeping its own piece along `dim`; its backward is `gather`.
 
+    y_r = piece r of sum_s x_s;   dx = [dy_0; dy_1; ..].
+
+    Megatron-LM's reduce_scatter_to_sequence_parallel_region.
+
     Args:
         x: whole-sized summand, P over `axis`; `x.shape[dim]` divides by its size.
         axis: the axis.
@@ -326,6 +337,10 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Keep this rank's piece along `dim` of an invariant value; its backward is `unsplit`.
 
+    y_r = piece r of x;   dx = [dy_0; dy_1; ..].
+
+    Megatron-LM's scatter_to_sequence_parallel_region.
+
     Args:
         x: the whole, I over `axis`; `x.shape[dim]` divides by its size.
         axis: the axis.
@@ -344,6 +359,10 @@ def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def unsplit(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Concatenate the pieces into one invariant value; its backward is `split`.
+
+    y = [x_0; x_1; ..];   dx_r = piece r of dy.
+
+    Megatron-LM's gather_from_tensor_model_parallel_region.
 
     Args:
         x: rank-local piece, V over `axis`.
@@ -364,7 +383,7 @@ def unsplit(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     """Cut along one dim, exchange, concatenate along another; its backward is the reverse.
 
-    Rank s receives piece s of every rank, in rank order.
+    y_s = [piece s of x_0; piece s of x_1; ..];   dx is the same with the dims swapped.
 
     Args:
         x: rank-local, V over `axis`; `x.shape[split_dim]` divides by its size.
@@ -388,7 +407,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
 def shift(x: Tensor, axis: Axis, offset: int) -> Tensor:
     """Pass to the rank `offset` further round the ring; its backward passes back.
 
-    y_r = x_{r - offset}.
+    y_r = x_{r - offset};   dx_r = dy_{r + offset}, around the ring.
 
     Args:
         x: rank-local, V over `axis`, the same shape on all its ranks.
@@ -405,6 +424,8 @@ def shift(x: Tensor, axis: Axis, offset: int) -> Tensor:
 
 def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     """The root's value on all ranks; its backward is `collect`, the sum at the root.
+
+    y_r = x_root;   dx_root = sum_s dy_s, and 0 elsewhere.
 
     Args:
         x: rank-local, V over `axis`; only the root's value matters.
@@ -424,6 +445,8 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
 
 def collect(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     """The sum at the root, zero elsewhere; its backward is `broadcast`.
+
+    y_root = sum_s x_s, and 0 elsewhere;   dx_r = dy_root.
 
     Args:
         x: a summand, P over `axis`.
