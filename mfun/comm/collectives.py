@@ -208,7 +208,10 @@ def _apply(name: str, x: Tensor, axis: Axis, *params: int) -> Tensor:
 def _dim(x: Tensor, dim: int, axis: Axis, name: str, *, divide: bool) -> int:
     """`dim` from the end, checked to exist and (if `divide`) to divide over the axis."""
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}: dim {dim} is out of range for a tensor of shape {[*x.shape]}")
+        raise ValueError(
+            f"{name}: dim {dim} is out of range for a tensor of shape {[*x.shape]}; name one of "
+            f"its {x.ndim} dims"
+        )
     if divide and x.shape[dim] % axis.size:
         raise ValueError(
             f"{name}: dim {dim} of shape {[*x.shape]} does not divide over axis {axis.name!r} of "
@@ -260,6 +263,13 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
     Returns:
         The sum, I over `axis`.
 
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: reduce(x, groups.tp), Mesh(tp=2))
+        >>> run(torch.tensor([1.0, 2.0])).tolist()
+        [3.0, 3.0]
+
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
@@ -280,6 +290,13 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
     Returns:
         The sum, R over `axis`.
+
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: all_reduce(x, groups.tp), Mesh(tp=2))
+        >>> run(torch.tensor([1.0, 2.0])).tolist()
+        [3.0, 3.0]
 
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
@@ -303,6 +320,13 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     Raises:
         ValueError: `dim` is out of range.
+
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: gather(x, groups.tp, 0), Mesh(tp=2))
+        >>> run(torch.tensor([[1.0], [2.0]])).tolist()
+        [[1.0, 2.0], [1.0, 2.0]]
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), g-bar's pair.
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
@@ -328,6 +352,13 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     Raises:
         ValueError: `dim` is out of range or does not divide.
 
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: reduce_scatter(x, groups.tp, 0), Mesh(tp=2))
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[4.0], [6.0]]
+
     Source: Korthikanti et al. 2022 (arXiv 2205.05198).
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
@@ -352,6 +383,13 @@ def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
     Raises:
         ValueError: `dim` is out of range or does not divide.
 
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: split(x, groups.tp, 0), Mesh(tp=2))
+        >>> run(torch.tensor([[1.0, 2.0], [1.0, 2.0]])).tolist()
+        [[1.0], [2.0]]
+
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("split", x, axis, _dim(x, dim, axis, "split", divide=True))
@@ -375,6 +413,13 @@ def unsplit(x: Tensor, axis: Axis, dim: int) -> Tensor:
     Raises:
         ValueError: `dim` is out of range.
 
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: unsplit(x, groups.tp, 0), Mesh(tp=2))
+        >>> run(torch.tensor([[1.0], [2.0]])).tolist()
+        [[1.0, 2.0], [1.0, 2.0]]
+
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("unsplit", x, axis, _dim(x, dim, axis, "unsplit", divide=False))
@@ -397,6 +442,13 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
     Raises:
         ValueError: a dim is out of range or `split_dim` does not divide.
 
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: all_to_all(x, groups.tp, 0, 0), Mesh(tp=2))
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[1.0, 3.0], [2.0, 4.0]]
+
     Source: Jacobs et al. 2023 (arXiv 2309.14509).
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
@@ -416,6 +468,13 @@ def shift(x: Tensor, axis: Axis, offset: int) -> Tensor:
 
     Returns:
         What the rank `offset` before this one held, V over `axis`.
+
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: shift(x, groups.tp, 1), Mesh(tp=2))
+        >>> run(torch.tensor([1.0, 2.0])).tolist()
+        [2.0, 1.0]
 
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
@@ -438,6 +497,13 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     Raises:
         ValueError: no such root.
 
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: broadcast(x, groups.tp, 1), Mesh(tp=2))
+        >>> run(torch.tensor([1.0, 2.0])).tolist()
+        [2.0, 2.0]
+
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("broadcast", x, axis, _root(axis, root))
@@ -459,6 +525,13 @@ def collect(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     Raises:
         ValueError: no such root.
 
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: collect(x, groups.tp, 1), Mesh(tp=2))
+        >>> run(torch.tensor([1.0, 2.0])).tolist()
+        [0.0, 3.0]
+
     Proof: exact transposes on all small meshes (tests/test_collectives.py).
     """
     return _apply("collect", x, axis, _root(axis, root))
@@ -467,12 +540,21 @@ def collect(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
 def max(x: Tensor, axis: Axis) -> Tensor:
     """Largest value over the ranks, elementwise, with the gradient stopped.
 
+    y = max_r x_r;   dx_r = 0.
+
     Args:
         x: rank-local, any type over `axis`.
         axis: the axis.
 
     Returns:
         The maximum, equal on all ranks and a constant to every derivative.
+
+    Example:
+        >>> from mfun.comm import map_ranks
+        >>> from mfun.mesh import Mesh
+        >>> run = map_ranks(lambda groups, x: max(x, groups.tp), Mesh(tp=2))
+        >>> run(torch.tensor([1.0, 2.0])).tolist()
+        [2.0, 2.0]
     """
     x = x.detach()
     return x if axis.size == 1 else Max.apply(x, axis.index, axis)
@@ -480,5 +562,8 @@ def max(x: Tensor, axis: Axis) -> Tensor:
 
 def _root(axis: Axis, root: int) -> int:
     if not 0 <= root < axis.size:
-        raise ValueError(f"root {root} is not on axis {axis.name!r} of size {axis.size}")
+        raise ValueError(
+            f"root {root} is not on axis {axis.name!r} of size {axis.size}; give 0 to "
+            f"{axis.size - 1}"
+        )
     return root

@@ -82,11 +82,11 @@ def _norm(config: Config) -> Specs:
 def _attention(config: Config) -> Specs:
     model = config.model
     d, h, k = model.hidden, model.heads, model.head_size
-    leaves = {"qkv": _matrix(config, (3, h, k, d))} if model.kv == h else _grouped(config)
-    if model.bias == "none":
-        leaves = {name: leaf for name, leaf in leaves.items() if not name.endswith("_bias")}
-    elif model.kv == h:
-        leaves["qkv_bias"] = _bias((3, h, k), P(None, "tp"))
+    if model.kv == h:
+        leaves = {"qkv": _matrix(config, (3, h, k, d))}
+        leaves |= {"qkv_bias": _bias((3, h, k), P(None, "tp"))} if model.bias != "none" else {}
+    else:
+        leaves = _grouped(config)
     if model.qk_norm:
         norm = ParamSpec(shape=(k,), init=ONES, grad={"tp": "partial"}, decay=False)
         leaves |= {"q_norm": norm, "k_norm": norm}
@@ -102,14 +102,15 @@ def _grouped(config: Config) -> Specs:
     d, h, g, k = model.hidden, model.heads, model.kv, model.head_size
     cut: AxisLike = "tp" if g % tp == 0 else Factor("tp", g)
     grad: dict[AxisLike, str] = {cut.inner: "partial"} if isinstance(cut, Factor) else {}
-    return {
-        "q": ParamSpec(shape=(h, k, d), p=P("tp"), init=Init("normal", model.init_std)),
-        "kv": ParamSpec(
-            shape=(2, g, k, d), p=P(None, cut), init=Init("normal", model.init_std), grad=grad
-        ),
-        "q_bias": _bias((h, k), P("tp")),
-        "kv_bias": _bias((2, g, k), P(None, cut), grad),
+    std = Init("normal", model.init_std)
+    leaves = {
+        "q": ParamSpec(shape=(h, k, d), p=P("tp"), init=std),
+        "kv": ParamSpec(shape=(2, g, k, d), p=P(None, cut), init=std, grad=grad),
     }
+    if model.bias != "none":
+        leaves["q_bias"] = _bias((h, k), P("tp"))
+        leaves["kv_bias"] = _bias((2, g, k), P(None, cut), grad)
+    return leaves
 
 
 def _mlp(config: Config) -> Specs:

@@ -1,4 +1,4 @@
-"""`Plan`: everything about a run that is known before it starts. Integers and specs, no tensors."""
+"""`Plan`: everything about a run that is known before it starts; nothing in it changes."""
 
 from __future__ import annotations
 
