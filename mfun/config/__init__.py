@@ -7,7 +7,7 @@ from mfun.config.fields import ConfigError
 from mfun.config.flops import ModelFlops, flops_per_token
 from mfun.config.layout import mesh, microbatch_sizes, resolve, schedule_name, stage_layers
 from mfun.config.load import from_toml, load, override, to_toml
-from mfun.config.presets import PRESETS
+from mfun.config.presets import DEFAULT, PRESETS
 from mfun.config.sections import (
     SECTIONS,
     Config,
@@ -20,6 +20,7 @@ from mfun.config.sections import (
 )
 
 __all__ = [
+    "DEFAULT",
     "PRESETS",
     "SECTIONS",
     "Config",

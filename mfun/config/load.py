@@ -15,7 +15,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 from mfun.config.checks import check
 from mfun.config.fields import ConfigError, did_you_mean
 from mfun.config.layout import mesh
-from mfun.config.presets import PRESETS
+from mfun.config.presets import DEFAULT, PRESETS
 from mfun.config.sections import SECTIONS, Config
 
 
@@ -23,7 +23,7 @@ def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
     """A checked configuration from a preset or a TOML file, changed by overrides.
 
     Args:
-      source: name of a preset, path of a TOML file, or None for the preset ``tiny``.
+      source: name of a preset, path of a TOML file, or None for the preset ``DEFAULT``.
       overrides: texts such as ``parallel.tp=2``; later ones win.
 
     Raises:
@@ -34,7 +34,7 @@ def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
       >>> load("gpt2", ["model.tied=false", "parallel.tp=2"]).model.tied
       False
     """
-    config = override(_source("tiny" if source is None else source), overrides)
+    config = override(_source(DEFAULT if source is None else source), overrides)
     check(config)
     mesh(config)
     return config

@@ -22,6 +22,9 @@ def _large(
     return Config(model=model, parallel=ParallelConfig(**layout), optim=optim, train=train)
 
 
+DEFAULT = "tiny"
+"""The preset of a command line that names none."""
+
 PRESETS: dict[str, Config] = {
     "tiny": Config(
         model=ModelConfig(

@@ -3,6 +3,7 @@
 runs/tiny-20250131-120000/
     config.toml       resolved, with the hash of the data
     metrics.jsonl     one object a step
+    validation.jsonl  one object a validation loss
     checkpoints/      step-XXXXXXXX/, safetensors and a JSON index
     loss.png          at the end
 """
@@ -51,8 +52,14 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What a new run is called."""
-        return Path(self.source).stem if self.source else "tiny"
+        """What a new run is called: its preset, or its TOML file without the ending.
+
+        Example:
+            >>> Request(source="llama3.1-8b").name, Request(source="more/mine.toml").name
+            ('llama3.1-8b', 'mine')
+        """
+        source = self.source or cfg.DEFAULT
+        return source if source in cfg.PRESETS else Path(source).stem
 
 
 def configure(request: Request, world: int | None) -> Config:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mfun import config as cfg
 from mfun import optim, rng, tree
 from mfun.comm.world import Message, Waits, World
 from mfun.grads import GradBuffers, finalize_steps, global_norm, seeds
@@ -151,7 +152,7 @@ class Trainer:
 
     def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[list[Message]]:
         program = self._program(state)
-        name = "none" if self.plan.mesh.pp == 1 else "1f1b"
+        name = cfg.schedule_name(self.plan.config)
         streams = plan_schedule(name, self.plan.mesh.pp, len(batches), forward_only=True)
         stream = streams[self.stage.index]
         return (yield from executor.evaluate(program, stream, batches))
