@@ -50,7 +50,13 @@ EXAMPLES
 )
 @click.argument("words", nargs=-1, metavar="[CONFIG.toml | PRESET] [section.key=value ...]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--steps", default=3, show_default=True, help="Updates to compare.")
+@click.option(
+    "--steps",
+    default=3,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Updates to compare.",
+)
 @click.option("--one-process", is_flag=True, help="Simulate all ranks in this process.")
 @click.option(
     "--rank-results", type=click.Path(path_type=Path), hidden=True, help="Be one of the ranks."
@@ -98,8 +104,8 @@ def _run(config: Config, steps: int, one_process: bool) -> Report:
     from mfun.verify.run import in_mailbox, reference_history
     from mfun.verify.shrink import LOCAL_RANKS, shrink
 
-    layout = plan(shrink(config, steps))
     try:
+        layout = plan(shrink(config, steps))
         if one_process or layout.mesh.world > LOCAL_RANKS:
             results = in_mailbox(layout)
         else:

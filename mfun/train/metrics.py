@@ -50,7 +50,7 @@ def append(run_dir: Path, row: Mapping[str, Any], name: str = TRAINING) -> None:
     finally:
         os.close(handle)
     if written < len(line.encode()):
-        raise MetricsError(f"{metrics_file(run_dir)} takes no more text: is the disk full?")
+        raise MetricsError(f"{metrics_file(run_dir, name)} takes no more text: is the disk full?")
 
 
 def _to_json(key: str, value: Any) -> Any:
