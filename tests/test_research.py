@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from click.testing import CliRunner
 
 from research import hessian_through_tp, layout_matrix
 from research.bench import peers
@@ -50,6 +51,17 @@ def test_bench_runs_one_device(who):
     """The benchmark's worker runs both sides of a case and reports times, memory and a loss."""
     row = peers.launch("one", who, steps=1, tiny=True)
     assert len(row["ms"]) == 1 and row["rss"] > 0 and 2 < row["loss"] < 6
+
+
+@pytest.mark.parametrize(
+    ("time", "memory", "status"), [(0.9, 1.0, 0), (1.01, 1.0, 1), (0.9, 1.2, 1)]
+)
+def test_bench_exits_by_its_expectation(time, memory, status, monkeypatch):
+    """A ratio above the stated one, of time or memory, is a failure."""
+    row = {"mfun_ms": 1.0, "peer_ms": 1.0, "min_ratio": 1.0, "peer": "", "expected": 1.0}
+    row |= {"time_ratio": time, "cpu_ratio": 1.0, "memory_ratio": memory}
+    monkeypatch.setattr(peers, "compare", lambda *_: row)
+    assert CliRunner().invoke(peers.main, ["--cases", "one"]).exit_code == status
 
 
 @pytest.mark.full

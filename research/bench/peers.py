@@ -6,6 +6,7 @@ memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (DistributedDataP
 (DTensor with loss parallel), pp2 (torch.distributed.pipelining Schedule1F1B).
 
 Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--repeats 3] [--steps 6]
+        (MFUN_BENCH_MALLOC=0: both sides without the allocator setting that `mfun train` makes)
 Expect: step-time ratios at most 1.00 (one), 1.00 (dp2), 0.86 (tp2), 0.98 (pp2); memory 1.10.
 """
 
@@ -30,6 +31,10 @@ import torch.distributed as dist
 RESULTS = "MFUN_BENCH_RESULTS"  # folder in which each rank leaves its numbers
 SIZES = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 8192, "seq": 256, "batch": 8}
 TINY = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "seq": 32, "batch": 4}
+
+
+MEMORY = 1.10
+"""Ratio of peak resident memory expected at most, in every case."""
 
 
 @attrs.frozen
@@ -140,7 +145,7 @@ def worker(name: str, who: str, steps: int, sizes: dict[str, int]) -> dict[str, 
 
 
 def launch(name: str, who: str, steps: int, tiny: bool) -> dict[str, Any]:
-    """Run one side in fresh processes: the slowest rank's times, all processor time, most memory."""
+    """Run one side in fresh processes: slowest rank's times, all processor time, most memory."""
     ranks = CASES[name].ranks
     command = [sys.executable, "-m"]
     if ranks > 1:
@@ -199,8 +204,10 @@ def main(cases: str, repeats: int, steps: int, tiny: bool, worker_: str) -> None
         path = Path(os.environ[RESULTS]) / f"rank-{os.environ.get('RANK', '0')}.json"
         path.write_text(json.dumps(result))
         return
+    held = True
     for name in cases.split(","):
         row = compare(name, repeats, steps, tiny)
+        held &= row["time_ratio"] <= row["expected"] and row["memory_ratio"] <= MEMORY
         print(
             f"{name:4} {row['mfun_ms']:8.1f} ms  peer {row['peer_ms']:8.1f} ms  "
             f"ratio {row['time_ratio']:.3f} (minima {row['min_ratio']:.3f}, expected <= "
@@ -208,6 +215,10 @@ def main(cases: str, repeats: int, steps: int, tiny: bool, worker_: str) -> None
             f"{row['memory_ratio']:.3f}  vs {row['peer']}",
             flush=True,
         )
+    if tiny:
+        return  # nothing is expected of toy sizes
+    print(f"expectation {'held' if held else 'FAILED'}")
+    raise SystemExit(0 if held else 1)
 
 
 if __name__ == "__main__":
