@@ -65,13 +65,11 @@ def name(layout: tuple[int, int, int, bool]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Gradient error by layout, one colour a precision, with the bound of the proof."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row["layout"] for row in rows))
-    figure, axis = plt.subplots(figsize=(8, 0.34 * len(names) + 1.4), layout="constrained")
+    figure = Figure(figsize=(8, 0.34 * len(names) + 1.4), layout="constrained")
+    axis = figure.subplots()
     for policy, colour in (("fp64", "tab:blue"), ("fp32", "tab:orange")):
         mine = {r["layout"]: r for r in rows if r["policy"] == policy}
         for kind, marker in (("grads", "o"), ("loss", "x")):
@@ -86,7 +84,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axis.grid(axis="x", alpha=0.3)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.savefig(path, dpi=140)
-    plt.close(figure)
 
 
 def run(ranks: int) -> list[dict[str, Any]]:
