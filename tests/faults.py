@@ -47,7 +47,7 @@ SMOOTH = train("tp=2 label_smoothing=0.1 z_loss=0.01")
 DROPOUT = train("tp=2 dp=2 dropout=0.2 steps=2")
 WINDOW = train("sliding_window=2 position=none")
 PACKED = train("packed=true")
-PACKED_ROTARY = train("packed=true position=rotary")
+PACKED_SEQUENCE = train("tp=2 packed=true sequence_parallel=true")
 RECOMPUTE = train("dropout=0.2 recompute=full")
 ADAM = train("steps=3 lr=0.1 weight_decay=0.5 bias=all")
 CLIP = train("tp=2 pp=2 layers=2 clip=0.05")
@@ -943,6 +943,15 @@ MODEL = (
         PACKED,
         "loss off",
         "packed documents",
+    ),
+    Fault(
+        "learned positions of a shard do not restart with documents",
+        edit(
+            "nn.embedding:position_embedding", ("    if positions_bs is not None:", "    if False:")
+        ),
+        PACKED_SEQUENCE,
+        "loss off",
+        "packed documents, cut along the sequence",
     ),
     Fault(
         "documents see each other",
