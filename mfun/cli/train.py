@@ -25,7 +25,7 @@ EPILOG = f"""
 \b
 WHAT TO TRAIN
   A preset's name or a TOML file, then section.key=value settings; the last one
-  of a key wins. Without either, the preset tiny: tp 2 x pp 2, about a minute on
+  of a key wins. Without either, the preset tiny: tp 2 x pp 2, a minute or two on
   two cores, on the Python standard library's own sources.
 
 \b
