@@ -25,8 +25,8 @@ EPILOG = f"""
 \b
 WHAT TO TRAIN
   A preset's name or a TOML file, then section.key=value settings; the last one
-  of a key wins. Without either, the preset tiny: tp 2 x pp 2, a minute or two on
-  two cores, on the Python standard library's own sources.
+  of a key wins. Without either, the preset tiny: tp 2 x pp 2, a minute or two
+  on two cores, on the Python standard library's own sources.
 
 \b
 PRESETS

@@ -38,7 +38,7 @@ PRESETS: dict[str, Config] = {
         ),
         parallel=ParallelConfig(tp=2, pp=2),
         optim=OptimConfig(lr=2e-3, min_lr=2e-4, schedule="cosine", warmup=40),
-        train=TrainConfig(steps=300, global_batch=16, microbatches=4),
+        train=TrainConfig(steps=240, global_batch=16, microbatches=4),
     ),
     "gpt2": Config(
         model=ModelConfig(
