@@ -3,12 +3,13 @@
 `plan` gives the streams that the executor runs, `check` refuses wrong ones, `timeline` draws them.
 """
 
-from mfun.schedule.check import check, plan
+from mfun.schedule.check import check, find, plan
 from mfun.schedule.generators import SCHEDULES, Schedule, forward_only, gpipe, none, one_f_one_b
-from mfun.schedule.ops import B, Compute, F, Message, Op, Recv, ScheduleError, Send, Tag
+from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, ScheduleError, Send, Tag, W
 from mfun.schedule.rendezvous import rendezvous
+from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.streams import Placement, batches, gives, needs, with_p2p
-from mfun.schedule.timeline import Costs, Event, bubble, events, makespan, timeline
+from mfun.schedule.timeline import Event, bubble, events, makespan, timeline
 
 __all__ = [
     "SCHEDULES",
@@ -17,6 +18,7 @@ __all__ = [
     "Costs",
     "Event",
     "F",
+    "I",
     "Message",
     "Op",
     "Placement",
@@ -24,11 +26,14 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Send",
+    "Sizes",
     "Tag",
+    "W",
     "batches",
     "bubble",
     "check",
     "events",
+    "find",
     "forward_only",
     "gives",
     "gpipe",

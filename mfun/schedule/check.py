@@ -14,10 +14,11 @@ from itertools import zip_longest
 
 import attrs
 
-from mfun.schedule.generators import SCHEDULES, Schedule, refuse_numbers
+from mfun.schedule.generators import SCHEDULES, Schedule
 from mfun.schedule.generators import forward_only as forwards
-from mfun.schedule.ops import B, Compute, F, Op, Recv, ScheduleError, Send, Tag, tag_text
+from mfun.schedule.ops import B, Compute, F, I, Op, Recv, ScheduleError, Send, Tag, W, tag_text
 from mfun.schedule.rendezvous import rendezvous, stuck_grid
+from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.streams import Placement, gives, needs, source, with_p2p
 
 
@@ -31,12 +32,13 @@ class _Walk:
     ran: set[Compute] = attrs.field(factory=set)
     received: set[Tag] = attrs.field(factory=set)
     unsent: set[Tag] = attrs.field(factory=set)
+    excluded: set[Compute] = attrs.field(factory=set)
     live: int = 0
 
     def step(self, op: Op) -> str | None:
         """Run one op; returns what is wrong with it, if anything."""
         match op:
-            case F() | B():
+            case F() | B() | I() | W():
                 return self.compute(op)
             case Send():
                 return self.send(op)
@@ -47,17 +49,21 @@ class _Walk:
         """Once, after what it depends on, and within the memory bound."""
         if op in self.ran:
             return f"{op} runs twice"
-        if isinstance(op, B) and F(op.mb, op.chunk) not in self.ran:
-            return f"{op} runs before {F(op.mb, op.chunk)}"
+        for before in _after(op):
+            if before not in self.ran:
+                return f"{op} runs before {before}"
+        if op in self.excluded:
+            return f"{op} runs, but its backward was given by another op already"
         virtual = self.place.virtual(self.stage, op.chunk)
-        taken = needs(op, virtual, self.place.last)
+        taken = needs(op, virtual, self.place)
         if taken and taken not in self.received:
             return f"{op} runs before its input: no Recv({tag_text(taken)}) precedes it"
         if taken:
             self.received.discard(taken)
         self.ran.add(op)
-        self.deliver(gives(op, virtual, self.place.last))
-        self.live += 1 if isinstance(op, F) else -1
+        self.excluded.update(_instead(op))
+        self.deliver(gives(op, virtual, self.place))
+        self.live += {F: 1, I: 0}.get(type(op), -1)
         if self.bound is not None and self.live > self.bound:
             return f"{op} makes {self.live} in flight, above the schedule's bound of {self.bound}"
         return None
@@ -79,25 +85,49 @@ class _Walk:
 
     def recv(self, op: Recv) -> str | None:
         """Only what this stage uses, once, from the stage that makes it."""
-        user = (F if op.kind == "act" else B)(op.mb, op.to // self.place.stages)
-        if not 0 <= op.to <= self.place.last or self.place.stage(op.to) != self.stage:
+        if not 0 <= op.to < self.place.count or self.place.stage(op.to) != self.stage:
             return f"{op} is for virtual stage {op.to}, which is not on this stage"
         if op.peer != (maker := source(op.tag, self.place)):
             return f"{op} comes from stage {op.peer}, but stage {maker} makes it"
-        if op.tag in self.received or user in self.ran:
-            return f"{op} is received twice, or after {user} that uses it"
+        chunk = self.place.chunk(op.to)
+        users = (F(op.mb, chunk),) if op.kind == "act" else (B(op.mb, chunk), I(op.mb, chunk))
+        used = [user for user in users if user in self.ran]
+        if op.tag in self.received or used:
+            return f"{op} is received twice, or after {(used or users)[0]} that uses it"
         self.received.add(op.tag)
         return None
 
     def ending(self, expected: Iterable[Compute]) -> str | None:
         """What is missing or left over when the stream ends."""
-        if missing := [op for op in expected if op not in self.ran]:
+        if missing := [op for op in expected if op not in self.ran | self.excluded]:
             return f"never runs {_some(missing)}"
         if self.unsent:
             return f"never sends {_some(map(tag_text, sorted(self.unsent)))}"
         if self.received:
             return f"never uses {_some(map(tag_text, sorted(self.received)))}"
         return None
+
+
+def _after(op: Compute) -> tuple[Compute, ...]:
+    """The ops of the same stage that must have run before."""
+    match op:
+        case F():
+            return ()
+        case B(mb, chunk) | I(mb, chunk):
+            return (F(mb, chunk),)
+        case W(mb, chunk):
+            return (I(mb, chunk),)
+
+
+def _instead(op: Compute) -> tuple[Compute, ...]:
+    """The ops that must not run when this one has: a backward is whole or split."""
+    match op:
+        case B(mb, chunk):
+            return (I(mb, chunk), W(mb, chunk))
+        case I(mb, chunk) | W(mb, chunk):
+            return (B(mb, chunk),)
+        case F():
+            return ()
 
 
 def _some(items: Iterable[object], most: int = 4) -> str:
@@ -116,11 +146,15 @@ def _excerpt(stage: int, ops: Sequence[Op], at: int, around: int = 3) -> str:
 
 def _check_stage(walk: _Walk, ops: Sequence[Op], microbatches: int, forward_only: bool) -> None:
     """Refuse a stage whose stream is incomplete, out of order, without inputs, or too large."""
-    kinds = (F,) if forward_only else (F, B)
-    chunks = range(walk.place.chunks)
-    expected = {k(mb, chunk): None for mb in range(microbatches) for chunk in chunks for k in kinds}
+    kinds = (F,) if forward_only else (F, B, I, W)
+    expected = {
+        kind(mb, chunk): None
+        for chunk in range(walk.place.chunks)
+        for mb in walk.place.microbatches(chunk, microbatches)
+        for kind in kinds
+    }
     for at, op in enumerate(ops):
-        foreign = isinstance(op, F | B) and op not in expected
+        foreign = isinstance(op, F | B | I | W) and op not in expected
         wrong = f"{op} is not an op of this schedule" if foreign else walk.step(op)
         if wrong:
             where = f"stage {walk.stage}, op {at}"
@@ -157,7 +191,9 @@ def _check_pair(a: int, b: int, at: int, sent: Send | None, taken: Recv | None) 
 
 def _microbatches(streams: Sequence[Sequence[Op]]) -> int:
     """One more than the largest microbatch of any compute op."""
-    return 1 + max((op.mb for ops in streams for op in ops if isinstance(op, F | B)), default=0)
+    return 1 + max(
+        (op.mb for ops in streams for op in ops if isinstance(op, F | B | I | W)), default=0
+    )
 
 
 def check(
@@ -165,7 +201,7 @@ def check(
     forward_only: bool = False,
     *,
     microbatches: int | None = None,
-    chunks: int = 1,
+    place: Placement | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> None:
     """Refuse streams that are incomplete or out of order, would hang, or keep too much in memory.
@@ -174,12 +210,14 @@ def check(
       streams: one stream a stage, messages included (`with_p2p`).
       forward_only: there are no backwards.
       microbatches: of the step; None takes one more than the largest microbatch seen.
-      chunks: chunks of a stage.
-      in_flight: per stage, the most forwards that may wait for their `B`; None sets no bound.
+      place: where virtual stages are; None is one chunk a stage.
+      in_flight: per stage, the most forwards that may wait for their `B` or `W`; None sets no
+        bound.
     Raises:
       ScheduleError: the stage, the ops and their neighbours; for a deadlock, the stuck stages.
     Example:
-      >>> streams = [list(with_p2p(SCHEDULES["1f1b"](s, 2, 3), s, 2)) for s in range(2)]
+      >>> place, sizes = Placement(2), Sizes(2, 3)
+      >>> streams = [list(with_p2p(SCHEDULES["1f1b"].ops(s, sizes), s, place)) for s in range(2)]
       >>> check(streams, in_flight=[2, 1])
       >>> early = [streams[0], [streams[1][0], streams[1][2], streams[1][1], *streams[1][3:]]]
       >>> check(early)
@@ -187,9 +225,9 @@ def check(
       mfun.schedule.ops.ScheduleError: stage 1, op 1: B0 runs before F0
       stage 1 | Recv(act0>1) >>B0<< F0 Send(grad0>0) Recv(act1>1) ...
     """
-    refuse_numbers(0, len(streams), 1 if microbatches is None else microbatches)
     count = _microbatches(streams) if microbatches is None else microbatches
-    place = Placement(len(streams), chunks)
+    Sizes(len(streams), count)  # refuses numbers out of range
+    place = Placement(len(streams)) if place is None else place
     for stage, ops in enumerate(streams):
         bound = None if in_flight is None or forward_only else in_flight[stage]
         _check_stage(_Walk(stage, place, bound), ops, count, forward_only)
@@ -198,8 +236,12 @@ def check(
         raise ScheduleError(f"deadlock: these stages wait for ever\n{stuck_grid(stuck)}")
 
 
-def _schedule(schedule: str | Schedule) -> Schedule:
-    """A schedule by its name, or the schedule itself."""
+def find(schedule: str | Schedule) -> Schedule:
+    """A schedule by its name, or the schedule itself.
+
+    Raises:
+      ScheduleError: there is none of that name.
+    """
     if isinstance(schedule, Schedule):
         return schedule
     if schedule not in SCHEDULES:
@@ -209,7 +251,15 @@ def _schedule(schedule: str | Schedule) -> Schedule:
 
 @lru_cache(maxsize=32)
 def plan(
-    schedule: str | Schedule, stages: int, microbatches: int, forward_only: bool = False
+    schedule: str | Schedule,
+    stages: int,
+    microbatches: int,
+    forward_only: bool = False,
+    *,
+    chunks: int = 1,
+    group: int = 0,
+    costs: Costs = Costs(),  # noqa: B008  # frozen
+    memory: int = 0,
 ) -> tuple[tuple[Op, ...], ...]:
     """Every stage's stream, with messages, checked: what the executor runs.
 
@@ -220,6 +270,10 @@ def plan(
       stages: pipeline stages.
       microbatches: microbatches of a step.
       forward_only: only the forwards, for evaluation.
+      chunks: of a stage.
+      group: see `Sizes`.
+      costs: see `Sizes`.
+      memory: see `Sizes`.
     Returns: one tuple of ops a stage.
     Raises:
       ScheduleError: an unknown name, a number out of range, or a schedule that `check` refuses.
@@ -229,14 +283,13 @@ def plan(
       F0 Send(act0>1) F1 Send(act1>1) Recv(grad0>0) B0 Recv(grad1>0) B1
       Recv(act0>1) F0 B0 Send(grad0>0) Recv(act1>1) F1 B1 Send(grad1>0)
     """
-    row = _schedule(schedule)
-    refuse_numbers(0, stages, microbatches)
-    next(row(0, stages, microbatches), None)  # its own refusals, also for a forward-only plan
-    generate = forwards if forward_only else row
+    row = find(schedule)
+    sizes = Sizes(stages, microbatches, chunks, group, costs, memory)
+    place = row.place(sizes)
+    generate = forwards if forward_only else row.ops
     streams = tuple(
-        tuple(with_p2p(generate(stage, stages, microbatches), stage, stages))
-        for stage in range(stages)
+        tuple(with_p2p(generate(stage, sizes), stage, place)) for stage in range(stages)
     )
-    bounds = [row.in_flight(stage, stages, microbatches) for stage in range(stages)]
-    check(streams, forward_only, microbatches=microbatches, in_flight=bounds)
+    bounds = [row.in_flight(stage, sizes) for stage in range(stages)]
+    check(streams, forward_only, microbatches=microbatches, place=place, in_flight=bounds)
     return streams

@@ -63,6 +63,26 @@ class B(_OnChunk):
 
 
 @attrs.frozen(repr=False)
+class I(_OnChunk):  # noqa: E742  # the field's own letters: F, I, W, and B = I and W together
+    """Backward to the inputs of one microbatch through one chunk; its `W` comes later.
+
+    Example:
+      >>> I(2, chunk=1)
+      I2.1
+    """
+
+
+@attrs.frozen(repr=False)
+class W(_OnChunk):
+    """Gradients of the weights of one microbatch and chunk, from what `F` and `I` have left.
+
+    Example:
+      >>> W(2)
+      W2
+    """
+
+
+@attrs.frozen(repr=False)
 class _End:
     """One end of a message.
 
@@ -108,6 +128,6 @@ class Recv(_End):
     """
 
 
-Compute = F | B
+Compute = F | B | I | W
 Message = Send | Recv
 Op = Compute | Message

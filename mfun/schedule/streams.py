@@ -13,77 +13,130 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from mfun.schedule.ops import B, Compute, F, Message, Op, Recv, Send, Tag
+from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, Send, Tag, W
 
 
 @attrs.frozen
 class Placement:
-    """Where virtual stages live: chunk c of stage s is virtual stage c * stages + s.
+    """Where virtual stages live, and how they are chained.
+
+    Looped: chunk c of stage s is virtual stage c * stages + s. In a wave every second chunk runs
+    the stages backwards: 0 .. p-1, p-1 .. 0, .. With two replicas (DualPipe) chunk 0 is the model
+    in one direction and chunk 1 the same model, held twice, in the other; the first half of the
+    microbatches takes the first, the rest the second.
 
     Args:
       stages: pipeline stages.
       chunks: chunks of a stage.
+      wave: every second chunk is laid backwards.
+      replicas: how often the model is held.
     Example:
       >>> place = Placement(stages=4, chunks=2)
-      >>> place.virtual(stage=1, chunk=1), place.stage(5), place.last
-      (5, 1, 7)
+      >>> place.virtual(stage=1, chunk=1), place.stage(5), place.depth
+      (5, 1, 8)
+      >>> wave = Placement(stages=4, chunks=2, wave=True)
+      >>> wave.virtual(stage=1, chunk=1), wave.stage(6)
+      (6, 1)
+      >>> twice = Placement(stages=4, chunks=2, wave=True, replicas=2)
+      >>> [twice.slice(virtual) for virtual in range(8)]
+      [0, 1, 2, 3, 0, 1, 2, 3]
 
-    Source: Megatron-LM core/pipeline_parallel/schedules.py (virtual pipeline).
+    Source: Megatron-LM core/pipeline_parallel/schedules.py (virtual pipeline); Qi et al. 2024
+    (arXiv 2405.15362) for the wave; DeepSeek-AI 2024 (arXiv 2412.19437) for two replicas.
     """
 
     stages: int
     chunks: int = 1
+    wave: bool = False
+    replicas: int = 1
+
+    @property
+    def depth(self) -> int:
+        """Virtual stages from the batch to the loss: slices of the model."""
+        return self.stages * self.chunks // self.replicas
+
+    @property
+    def count(self) -> int:
+        """Virtual stages of all replicas."""
+        return self.stages * self.chunks
 
     def virtual(self, stage: int, chunk: int) -> int:
         """The virtual stage of a stage's chunk."""
-        return chunk * self.stages + stage
+        return chunk * self.stages + self._turned(stage, chunk)
 
     def stage(self, virtual: int) -> int:
         """The stage on which a virtual stage lives."""
-        return virtual % self.stages
+        return self._turned(virtual % self.stages, virtual // self.stages)
 
-    @property
-    def last(self) -> int:
-        """The virtual stage that holds the loss."""
-        return self.stages * self.chunks - 1
+    def chunk(self, virtual: int) -> int:
+        """Which of its stage's chunks it is."""
+        return virtual // self.stages
+
+    def slice(self, virtual: int) -> int:
+        """The slice of the model that it holds, 0 with the embedding, depth - 1 with the loss."""
+        return virtual % self.depth
+
+    def first(self, virtual: int) -> bool:
+        """Whether its input is the batch."""
+        return self.slice(virtual) == 0
+
+    def last(self, virtual: int) -> bool:
+        """Whether it holds the loss."""
+        return self.slice(virtual) == self.depth - 1
+
+    def microbatches(self, chunk: int, count: int) -> range:
+        """Which of a step's microbatches go through a chunk."""
+        if self.replicas == 1:
+            return range(count)
+        half = -(-count // 2)
+        return range(half) if chunk == 0 else range(half, count)
+
+    def _turned(self, place: int, chunk: int) -> int:
+        return self.stages - 1 - place if self.wave and chunk % 2 else place
 
 
-def needs(op: Compute, virtual: int, last: int) -> Tag | None:
+def needs(op: Compute, virtual: int, place: Placement) -> Tag | None:
     """The message without which an op of a virtual stage cannot start, if any.
 
     Args:
       op: a compute op.
       virtual: the virtual stage it runs on.
-      last: the virtual stage with the loss.
-    Returns: the tag; None for a forward of the first and a backward of the last virtual stage.
+      place: where virtual stages are.
+    Returns: the tag; None for a forward of the first and a backward of the last slice, and for W.
     Example:
-      >>> needs(F(3), 1, 3), needs(B(3), 1, 3), needs(F(3), 0, 3)
+      >>> place = Placement(4)
+      >>> needs(F(3), 1, place), needs(B(3), 1, place), needs(F(3), 0, place)
       (('act', 3, 1), ('grad', 3, 1), None)
     """
     match op:
         case F(mb):
-            return ("act", mb, virtual) if virtual > 0 else None
-        case B(mb):
-            return ("grad", mb, virtual) if virtual < last else None
+            return None if place.first(virtual) else ("act", mb, virtual)
+        case B(mb) | I(mb):
+            return None if place.last(virtual) else ("grad", mb, virtual)
+        case W():
+            return None
 
 
-def gives(op: Compute, virtual: int, last: int) -> Tag | None:
+def gives(op: Compute, virtual: int, place: Placement) -> Tag | None:
     """The message that an op of a virtual stage makes for another, if any.
 
     Args:
       op: a compute op.
       virtual: the virtual stage it runs on.
-      last: the virtual stage with the loss.
-    Returns: the tag; None for a forward of the last and a backward of the first virtual stage.
+      place: where virtual stages are.
+    Returns: the tag; None for a forward of the last and a backward of the first slice, and for W.
     Example:
-      >>> gives(F(3), 1, 3), gives(B(3), 1, 3), gives(F(3), 3, 3)
+      >>> place = Placement(4)
+      >>> gives(F(3), 1, place), gives(I(3), 1, place), gives(F(3), 3, place)
       (('act', 3, 2), ('grad', 3, 0), None)
     """
     match op:
         case F(mb):
-            return ("act", mb, virtual + 1) if virtual < last else None
-        case B(mb):
-            return ("grad", mb, virtual - 1) if virtual > 0 else None
+            return None if place.last(virtual) else ("act", mb, virtual + 1)
+        case B(mb) | I(mb):
+            return None if place.first(virtual) else ("grad", mb, virtual - 1)
+        case W():
+            return None
 
 
 def source(tag: Tag, place: Placement) -> int:
@@ -92,7 +145,7 @@ def source(tag: Tag, place: Placement) -> int:
     return place.stage(to - 1 if kind == "act" else to + 1)
 
 
-def with_p2p(ops: Iterable[Compute], stage: int, stages: int, chunks: int = 1) -> Iterator[Op]:
+def with_p2p(ops: Iterable[Compute], stage: int, place: Placement) -> Iterator[Op]:
     """Insert the receive before and the send after each compute op that has one.
 
     A message whose two ends are the same stage is handed over in place and gets no op.
@@ -100,19 +153,17 @@ def with_p2p(ops: Iterable[Compute], stage: int, stages: int, chunks: int = 1) -
     Args:
       ops: one stage's compute ops.
       stage: that stage, 0-based.
-      stages: pipeline stages.
-      chunks: chunks of a stage.
+      place: where virtual stages are.
     Returns: the stream with `Send` and `Recv`.
     Example:
-      >>> list(with_p2p([F(0), B(0)], stage=0, stages=2))
+      >>> list(with_p2p([F(0), B(0)], 0, Placement(stages=2)))
       [F0, Send(act0>1), Recv(grad0>0), B0]
 
     Source: Megatron-LM core/pipeline_parallel/p2p_communication.py.
     """
-    place = Placement(stages, chunks)
     for op in ops:
         virtual = place.virtual(stage, op.chunk)
-        taken, made = needs(op, virtual, place.last), gives(op, virtual, place.last)
+        taken, made = needs(op, virtual, place), gives(op, virtual, place)
         if taken and (peer := source(taken, place)) != stage:
             yield Recv(taken[1], taken[2], taken[0], peer)
         yield op
@@ -127,7 +178,7 @@ def batches(ops: Sequence[Op]) -> Iterator[Compute | tuple[Message, ...]]:
       ops: one stage's stream.
     Returns: each compute op by itself, each run of consecutive messages as one tuple.
     Example:
-      >>> list(batches(list(with_p2p([F(0), B(0)], stage=0, stages=2))))
+      >>> list(batches(list(with_p2p([F(0), B(0)], 0, Placement(2)))))
       [F0, (Send(act0>1), Recv(grad0>0)), B0]
     """
     batch: list[Message] = []

@@ -11,34 +11,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from mfun.schedule.ops import Compute, F, Message, Op, ScheduleError, Send, Tag, tag_text
+from mfun.schedule.ops import Compute, Message, Op, ScheduleError, Send, Tag, tag_text
+from mfun.schedule.sizes import Costs
 from mfun.schedule.streams import batches
-
-
-def _positive(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
-    """Refuse an op that takes no time: the picture and the bubble are made of time."""
-    if value <= 0:
-        raise ScheduleError(f"cost {attribute.name} is {value}, but an op takes more than 0")
-
-
-@attrs.frozen
-class Costs:
-    """How long an op takes, in any unit.
-
-    Args:
-      F: one forward.
-      B: one whole backward; about twice a forward.
-    Example:
-      >>> Costs().of(F(3))
-      1
-    """
-
-    F: float = attrs.field(default=1, validator=_positive)
-    B: float = attrs.field(default=2, validator=_positive)
-
-    def of(self, op: Compute) -> float:
-        """The cost of one op."""
-        return self.F if isinstance(op, F) else self.B
 
 
 @attrs.frozen

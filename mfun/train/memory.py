@@ -27,7 +27,7 @@ import attrs
 from mfun import config as cfg
 from mfun import tree
 from mfun.config import Config
-from mfun.schedule import SCHEDULES
+from mfun.schedule import SCHEDULES, Sizes
 from mfun.spec import local_shape
 from mfun.train.plan import Plan
 
@@ -85,7 +85,7 @@ def memory(plan: Plan, stage: int) -> Memory:
 def in_flight_microbatches(config: Config, stage: int) -> int:
     """Microbatches that a stage has run forward and not yet backward, at most."""
     count = len(cfg.microbatch_sizes(config))
-    return SCHEDULES[cfg.schedule_name(config)].in_flight(stage, config.parallel.pp, count)
+    return SCHEDULES[cfg.schedule_name(config)].in_flight(stage, Sizes(config.parallel.pp, count))
 
 
 def kept_bytes(plan: Plan, stage: int) -> int:

@@ -1,0 +1,91 @@
+"""What a schedule is generated from: the numbers of a pipeline, and what its ops cost."""
+
+from __future__ import annotations
+
+import attrs
+
+from mfun.schedule.ops import B, Compute, ScheduleError
+
+Cost = float | tuple[float, ...]
+
+
+def _positive(instance: object, attribute: attrs.Attribute[Cost], value: Cost | None) -> None:
+    """Refuse an op that takes no time: the picture and the bubble are made of time."""
+    for cost in value if isinstance(value, tuple) else (value,):
+        if cost is not None and cost <= 0:
+            raise ScheduleError(f"cost {attribute.name} is {cost}, but an op takes more than 0")
+
+
+@attrs.frozen
+class Costs:
+    """How long ops take, in any unit; a number, or one per slice of the model (virtual stage).
+
+    Args:
+      F: one forward of one chunk.
+      B: one whole backward; None is I + W.
+      I: its part to the inputs.
+      W: its part to the weights.
+      latency: of a message, from its send to its arrival.
+      transfer: time a message occupies its link (bytes / bandwidth); messages of one link queue.
+      overlap: messages travel beside computation; otherwise a transfer also occupies both stages.
+    Example:
+      >>> Costs().of(F(3)), Costs().of(B(3)), Costs(F=(1, 4)).of(F(3), slice=1)
+      (1, 2, 4)
+    """
+
+    F: Cost = attrs.field(default=1, validator=_positive)
+    B: Cost | None = attrs.field(default=None, validator=_positive)
+    I: Cost = attrs.field(default=1, validator=_positive)  # noqa: E741
+    W: Cost = attrs.field(default=1, validator=_positive)
+    latency: float = 0
+    transfer: float = 0
+    overlap: bool = True
+
+    def of(self, op: Compute, slice: int = 0) -> float:
+        """The cost of one op on one slice of the model."""
+        if isinstance(op, B) and self.B is None:
+            return _at(self.I, slice) + _at(self.W, slice)
+        cost = getattr(self, type(op).__name__)
+        return _at(cost, slice)
+
+
+def _at(cost: Cost, slice: int) -> float:
+    return cost[slice] if isinstance(cost, tuple) else cost
+
+
+@attrs.frozen
+class Sizes:
+    """The numbers of a pipeline.
+
+    Args:
+      stages: pipeline stages, p.
+      microbatches: of one step, m.
+      chunks: slices of the model that a stage holds, v.
+      group: microbatches that go through one chunk before the next (interleaved); 0 is `stages`.
+      costs: of ops, for the schedules that are driven by them.
+      memory: most chunks whose activations a stage may keep (cost-driven schedules); 0 is the
+        schedule's own limit.
+    Raises:
+      ScheduleError: naming the number and its range.
+    Example:
+      >>> Sizes(2, 0)
+      Traceback (most recent call last):
+      mfun.schedule.ops.ScheduleError: microbatches is 0, but a step has at least 1 microbatch
+    """
+
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    group: int = 0
+    costs: Costs = Costs()
+    memory: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse sizes that no schedule can run."""
+        for name, what in (
+            ("stages", "a pipeline has at least 1 stage"),
+            ("microbatches", "a step has at least 1 microbatch"),
+            ("chunks", "a stage holds at least 1 chunk"),
+        ):
+            if (value := getattr(self, name)) < 1:
+                raise ScheduleError(f"{name} is {value}, but {what}")
