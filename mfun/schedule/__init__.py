@@ -4,11 +4,12 @@
 """
 
 from mfun.schedule.check import check, find, plan
-from mfun.schedule.generators import SCHEDULES, Schedule, forward_only, gpipe, none, one_f_one_b
+from mfun.schedule.generators import forward_only, gpipe, none, one_f_one_b
 from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, ScheduleError, Send, Tag, W
 from mfun.schedule.rendezvous import rendezvous
 from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.streams import Placement, batches, gives, needs, with_p2p
+from mfun.schedule.table import SCHEDULES, Schedule
 from mfun.schedule.timeline import Event, bubble, events, makespan, timeline
 
 __all__ = [

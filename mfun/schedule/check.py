@@ -14,12 +14,12 @@ from itertools import zip_longest
 
 import attrs
 
-from mfun.schedule.generators import SCHEDULES, Schedule
 from mfun.schedule.generators import forward_only as forwards
 from mfun.schedule.ops import B, Compute, F, I, Op, Recv, ScheduleError, Send, Tag, W, tag_text
 from mfun.schedule.rendezvous import rendezvous, stuck_grid
 from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.streams import Placement, gives, needs, source, with_p2p
+from mfun.schedule.table import SCHEDULES, Schedule
 
 
 @attrs.define
