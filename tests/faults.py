@@ -806,7 +806,10 @@ PIPELINE = (
     ),
     Fault(
         "1f1b warms up by one microbatch too many",
-        edit("schedule.generators:one_f_one_b", ("min(stages - stage - 1,", "min(stages - stage,")),
+        edit(
+            "schedule.generators:one_f_one_b",
+            ("min(sizes.stages - stage - 1,", "min(sizes.stages - stage,"),
+        ),
         holds.schedules,
         "in flight",
         "a stage keeps one more microbatch than planned",
@@ -815,7 +818,7 @@ PIPELINE = (
         "1f1b warms up by one microbatch too few",
         edit(
             "schedule.generators:one_f_one_b",
-            ("min(stages - stage - 1,", "min(max(0, stages - stage - 2),"),
+            ("min(sizes.stages - stage - 1,", "min(max(0, sizes.stages - stage - 2),"),
         ),
         holds.schedules,
         "end at",

@@ -11,9 +11,11 @@ from mfun.schedule import (
     B,
     Costs,
     F,
+    Placement,
     Recv,
     ScheduleError,
     Send,
+    Sizes,
     batches,
     bubble,
     check,
@@ -45,7 +47,7 @@ def test_each_stage_runs_every_microbatch_once_forward_then_backward(schedule):
     """Fewer microbatches than stages too: bugs.md row 51."""
     for stages, microbatches in SIZES:
         for stage in range(stages):
-            ops = list(schedule(stage, stages, microbatches))
+            ops = list(schedule(stage, Sizes(stages, microbatches)))
             assert len(ops) == 2 * microbatches
             for mb in range(microbatches):
                 assert ops.index(F(mb)) < ops.index(B(mb))
@@ -61,32 +63,31 @@ def test_peak_in_flight_is_the_closed_form(name):
                 live += 1 if isinstance(op, F) else -1
                 peak = max(peak, live)
             assert peak == (microbatches if name == "gpipe" else min(stages - stage, microbatches))
-            assert peak == SCHEDULES[name].in_flight(stage, stages, microbatches)
+            assert peak == SCHEDULES[name].in_flight(stage, Sizes(stages, microbatches))
 
 
 def test_1f1b_orders_written_by_hand():
     """Megatron's warm-up rule min(stages - stage - 1, microbatches), by hand."""
-    assert list(one_f_one_b(0, 4, 2)) == [F(0), F(1), B(0), B(1)]
-    assert list(one_f_one_b(2, 4, 3)) == [F(0), F(1), B(0), F(2), B(1), B(2)]
-    assert list(one_f_one_b(3, 4, 2)) == [F(0), B(0), F(1), B(1)]
+    assert list(one_f_one_b(0, Sizes(4, 2))) == [F(0), F(1), B(0), B(1)]
+    assert list(one_f_one_b(2, Sizes(4, 3))) == [F(0), F(1), B(0), F(2), B(1), B(2)]
+    assert list(one_f_one_b(3, Sizes(4, 2))) == [F(0), B(0), F(1), B(1)]
 
 
 def test_none_and_forward_only_orders():
     """Without a pipeline each backward follows its forward; evaluation has forwards alone."""
-    assert list(none(0, 1, 3)) == [F(0), B(0), F(1), B(1), F(2), B(2)]
-    assert list(forward_only(1, 2, 3)) == [F(0), F(1), F(2)]
+    assert list(none(0, Sizes(1, 3))) == [F(0), B(0), F(1), B(1), F(2), B(2)]
+    assert list(forward_only(1, Sizes(2, 3))) == [F(0), F(1), F(2)]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: list(gpipe(0, 2, 0)), "microbatches is 0"),
-        (lambda: list(one_f_one_b(2, 2, 4)), "stage is 2, but with stages=2 it is 0..1"),
-        (lambda: list(one_f_one_b(-1, 2, 4)), "stage is -1"),
-        (lambda: list(forward_only(0, 0, 4)), "stages is 0"),
-        (lambda: list(none(0, 2, 4)), '"none" runs 1 stage, but stages is 2'),
-        (lambda: plan("none", 3, 4), '"none" runs 1 stage, but stages is 3'),
-        (lambda: plan("none", 3, 4, forward_only=True), '"none" runs 1 stage, but stages is 3'),
+        (lambda: Sizes(2, 0), "microbatches is 0"),
+        (lambda: Sizes(0, 4), "stages is 0"),
+        (lambda: Sizes(2, 4, chunks=0), "chunks is 0"),
+        (lambda: plan("none", 3, 4), '"none": it runs 1 stage, but stages is 3'),
+        (lambda: plan("none", 3, 4, forward_only=True), '"none": it runs 1 stage, but stages is 3'),
+        (lambda: plan("1f1b", 3, 4, chunks=2), '"1f1b" has 1 chunks a stage, but chunks is 2'),
         (lambda: plan("1f1b", 2, -1), "microbatches is -1"),
         (lambda: plan("1f1b", 0, 1), "stages is 0"),
         (
@@ -122,8 +123,8 @@ def test_messages_by_hand():
 
 def test_messages_of_one_stage_stay_in_place():
     """One stage has no messages, whatever its chunks; a second chunk of two stages wraps around."""
-    assert list(with_p2p([F(0), F(0, 1)], 0, 1, chunks=2)) == [F(0), F(0, 1)]
-    first = list(with_p2p([F(0), F(0, 1)], 0, 2, chunks=2))
+    assert list(with_p2p([F(0), F(0, 1)], 0, Placement(1, 2))) == [F(0), F(0, 1)]
+    first = list(with_p2p([F(0), F(0, 1)], 0, Placement(2, 2)))
     assert first == [
         *(F(0), Send(0, to=1, kind="act", peer=1)),
         *(Recv(0, to=2, kind="act", peer=1), F(0, 1), Send(0, to=3, kind="act", peer=1)),

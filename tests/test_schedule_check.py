@@ -16,6 +16,7 @@ from mfun.schedule import (
     Schedule,
     ScheduleError,
     Send,
+    Sizes,
     batches,
     check,
     events,
@@ -271,13 +272,13 @@ def test_a_message_to_or_from_the_wrong_stage_is_refused():
 def test_foreign_and_missing_ops_are_refused():
     """A microbatch or chunk that the schedule has not, a backward in evaluation, a short stream."""
     with pytest.raises(ScheduleError, match="F4 is not an op of this schedule"):
-        check([[*none(0, 1, 4), F(4), B(4)]], microbatches=4)
+        check([[*none(0, Sizes(1, 4)), F(4), B(4)]], microbatches=4)
     with pytest.raises(ScheduleError, match=r"F0\.1 is not an op of this schedule"):
         check([[F(0), F(0, 1)]], forward_only=True)
     with pytest.raises(ScheduleError, match="B0 is not an op of this schedule"):
         check([[F(0), B(0)]], forward_only=True)
     with pytest.raises(ScheduleError, match="never runs F3, B3"):
-        check([list(none(0, 1, 3))], microbatches=4)
+        check([list(none(0, Sizes(1, 3)))], microbatches=4)
     with pytest.raises(ScheduleError, match="never runs B0"):
         check([[F(0)]])
     with pytest.raises(ScheduleError, match="stage 1: the stream ends, but never uses act9>1"):
@@ -294,11 +295,11 @@ def test_a_schedule_above_its_bound_is_refused():
 def test_a_schedule_of_ones_own_is_planned_like_the_rest():
     """Backwards in reverse order, as in the first GPipe: a few lines, no registration."""
 
-    def reverse(stage, stages, microbatches):
-        yield from map(F, range(microbatches))
-        yield from map(B, reversed(range(microbatches)))
+    def reverse(stage, sizes):
+        yield from map(F, range(sizes.microbatches))
+        yield from map(B, reversed(range(sizes.microbatches)))
 
-    own = Schedule("reverse", reverse, lambda stage, stages, microbatches: microbatches)
+    own = Schedule("reverse", reverse, lambda stage, sizes: sizes.microbatches)
     assert compute(plan(own, 2, 2)[0]) == [F(0), F(1), B(1), B(0)]
     assert makespan(events(plan(own, 4, 6))) == makespan(events(plan("gpipe", 4, 6)))
 

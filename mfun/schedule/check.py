@@ -99,7 +99,8 @@ class _Walk:
 
     def ending(self, expected: Iterable[Compute]) -> str | None:
         """What is missing or left over when the stream ends."""
-        if missing := [op for op in expected if op not in self.ran | self.excluded]:
+        done = self.ran | self.excluded
+        if missing := [op for op in expected if op not in done]:
             return f"never runs {_some(missing)}"
         if self.unsent:
             return f"never sends {_some(map(tag_text, sorted(self.unsent)))}"
