@@ -16,7 +16,7 @@ from mfun.pipeline import executor, mailbox
 from mfun.pipeline.executor import Program
 from mfun.pipeline.pullback import Linearize, autograd_layer
 from mfun.pipeline.stage import Stage
-from mfun.schedule import plan
+from mfun.schedule import Placement, plan
 from mfun.spec import Init, ParamSpec
 
 Microbatch = tuple[Sequence[float], Sequence[float]]  # values and loss mask of one row of tokens
@@ -78,8 +78,9 @@ def run(
     """
     assert len(cuts) == mesh.pp and sum(cuts) == len(layers)
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    place = Placement(len(cuts))
     stages = [
-        Stage(i, len(cuts), tuple(layers[a : a + n]))
+        Stage(i, place, (tuple(layers[a : a + n]),))
         for i, (a, n) in enumerate(zip(starts, cuts, strict=True))
     ]
     table = reductions([s.specs for s in stages], mesh)
@@ -116,7 +117,8 @@ def run(
 
     worlds = mailbox.worlds(mesh, office)
     done = mailbox.run([program(w, s) for w, s in zip(worlds, stages, strict=True)], office)
-    return Result([d[0] for d in done], [d[1] for d in done], done[-1][2], done[0][3][0])
+    losses = list(done[-1][2].values())
+    return Result([d[0] for d in done], [d[1] for d in done], losses, done[0][3][0])
 
 
 def _batch(values: Sequence[float], mask: Sequence[float]) -> dict[str, Tensor]:

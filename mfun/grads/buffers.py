@@ -74,6 +74,20 @@ class GradBuffers:
         """Begin a window: every leaf's next gradient replaces what is there."""
         self._fresh = set(self.views)
 
+    def claim(self, path: str) -> tuple[Tensor, int]:
+        """A leaf's view, for its next gradient to be added in place.
+
+        Returns:
+            (view, keep): keep is 0 for the first gradient of a window, which replaces what is
+            there, and then 1.
+
+        Raises:
+            KeyError: a path that this stage does not hold.
+        """
+        view, keep = self.views[path], int(path not in self._fresh)
+        self._fresh.discard(path)
+        return view, keep
+
     def add(self, grads: Mapping[str, Tensor | None]) -> None:
         """Add a layer's gradients, by path; None means none.
 
@@ -83,12 +97,8 @@ class GradBuffers:
         for path, grad in grads.items():
             if grad is None:
                 continue
-            view = self.views[path]
-            if path in self._fresh:
-                view.copy_(grad)
-                self._fresh.discard(path)
-            else:
-                view.add_(grad)
+            view, keep = self.claim(path)
+            view.add_(grad) if keep else view.copy_(grad)
 
     def close(self) -> None:
         """End the window: leaves that got no gradient are zero, never stale."""

@@ -96,6 +96,7 @@ def apply_block(
         ctx.groups.tp,
         activation=config.model.activation,
         sequence_parallel=config.parallel.sequence_parallel,
+        weight_grads=ctx.weight_grads,
     )
     return {"h": h_bsd + _drop_tokens(config, m_bsd, ctx, "blocks", i, "mlp")}
 
@@ -113,6 +114,7 @@ def apply_loss(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
         z_loss=config.train.z_loss,
         sequence_parallel=config.parallel.sequence_parallel,
         chunk=None if ctx.derivatives == "first" else 0,
+        weight_grads=ctx.weight_grads,
     )
     return {"loss": loss}
 
@@ -137,7 +139,8 @@ def _self_attention(
     config: Config, i: int, rotary: Tensor | None, params: Params, x_bsd: Tensor, ctx: Ctx
 ) -> Tensor:
     tp, sequence_parallel = ctx.groups.tp, config.parallel.sequence_parallel
-    q, k, v = project_qkv(params, x_bsd, tp, sequence_parallel=sequence_parallel)
+    how: Any = {"sequence_parallel": sequence_parallel, "weight_grads": ctx.weight_grads}
+    q, k, v = project_qkv(params, x_bsd, tp, **how)
     if config.model.qk_norm:
         q = rms_norm(q, params["q_norm"], config.model.norm_eps)
         k = rms_norm(k, params["k_norm"], config.model.norm_eps)
@@ -153,7 +156,7 @@ def _self_attention(
         q, k, v, mask=mask, fused=ctx.derivatives == "first", drop=_drop_scores(config, i, ctx)
     )
     out, bias = params["out"].flatten(1), params.get("out_bias")
-    return row_linear(y_bshk.flatten(-2), out, bias, tp, sequence_parallel=sequence_parallel)
+    return row_linear(y_bshk.flatten(-2), out, bias, tp, **how)
 
 
 def _drop_scores(config: Config, i: int, ctx: Ctx) -> Any:

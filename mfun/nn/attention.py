@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,16 @@ from torch import Tensor
 from mfun.comm import Axis
 from mfun.nn.linear import column_linear
 from mfun.nn.norm import at_least_fp32
+from mfun.nn.weight_grads import WeightGrads
 
 
 def project_qkv(
-    params: Mapping[str, Tensor], x_bsd: Tensor, axis: Axis, *, sequence_parallel: bool = False
+    params: Mapping[str, Tensor],
+    x_bsd: Tensor,
+    axis: Axis,
+    *,
+    sequence_parallel: bool = False,
+    weight_grads: WeightGrads | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of this rank's heads, by one column-cut product.
 
@@ -35,27 +42,29 @@ def project_qkv(
         x_bsd: I over `axis`; under sequence parallelism (b, s/n, d), V.
         axis: the tensor-parallel axis, of size n.
         sequence_parallel: x is a shard of the sequence.
+        weight_grads: see `column_linear`.
 
     Returns:
         q (b, s, h, k), k and v (b, s, g, k), V over `axis`.
 
     Source: Ainslie et al. 2023 (arXiv 2305.13245) for h > g.
     """
+    linear = partial(column_linear, sequence_parallel=sequence_parallel, weight_grads=weight_grads)
     if "qkv" in params:
         _, h, k, _ = params["qkv"].shape
         w, bias = params["qkv"].flatten(0, 2), params.get("qkv_bias")
         bias = None if bias is None else bias.flatten()
-        y = column_linear(x_bsd, w, bias, axis, sequence_parallel=sequence_parallel)
-        q, key, value = y.unflatten(-1, (3, h, k)).unbind(-3)
+        q, key, value = linear(x_bsd, w, bias, axis).unflatten(-1, (3, h, k)).unbind(-3)
         return q, key, value
     h, k, _ = params["q"].shape
     g = params["kv"].shape[1]
-    w = torch.cat([params["q"].flatten(0, 1), params["kv"].flatten(0, 2)])
-    bias = None
+    parts = [params["q"].flatten(0, 1), params["kv"].flatten(0, 2)]
+    w, bias = torch.cat(parts), None
+    if weight_grads is not None:
+        weight_grads.stacked(w, parts)
     if "q_bias" in params:
         bias = torch.cat([params["q_bias"].flatten(), params["kv_bias"].flatten()])
-    y = column_linear(x_bsd, w, bias, axis, sequence_parallel=sequence_parallel)
-    q, kv = y.split([h * k, 2 * g * k], -1)
+    q, kv = linear(x_bsd, w, bias, axis).split([h * k, 2 * g * k], -1)
     key, value = kv.unflatten(-1, (2, g, k)).unbind(-3)
     return q.unflatten(-1, (h, k)), key, value
 

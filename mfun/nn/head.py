@@ -19,6 +19,7 @@ from mfun.comm import Axis
 from mfun.nn.linear import enter, forward_mode, leave, leave_fresh, primal
 from mfun.nn.loss import Columns, TokenLoss, check_width, columns_of, on_real, statistics
 from mfun.nn.norm import at_least_fp32
+from mfun.nn.weight_grads import WeightGrads
 
 LOGITS_AT_ONCE, TOKENS_AT_ONCE = 1 << 21, 256
 
@@ -50,6 +51,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     sequence_parallel: bool = False,
     chunk: int | None = None,
+    weight_grads: WeightGrads | None = None,
 ) -> Tensor:
     """The sum over tokens of weight times loss, of logits h w^T that never exist whole.
 
@@ -70,6 +72,7 @@ def linear_cross_entropy(
         sequence_parallel: h is a shard of the sequence.
         chunk: tokens at a time, by default `chunk_tokens`; 0 computes all logits at once, by the
             definition.
+        weight_grads: takes the gradient of w in autograd's place.
 
     Returns:
         (), I over `axis`.
@@ -91,7 +94,8 @@ def linear_cross_entropy(
     args = (h_bsd, w_vd, labels_bs, weights_bs)
     wanted = h_bsd.requires_grad or w_vd.requires_grad
     if chunk and wanted and torch.is_grad_enabled() and not weights_bs.requires_grad:
-        return HeadLoss.apply(*args, axis.index, axis, rule, sequence_parallel, chunk)[0]
+        static = (axis, rule, sequence_parallel, chunk, weight_grads)
+        return HeadLoss.apply(*args, axis.index, *static)[0]
     return _value(*args, axis, rule, sequence_parallel, chunk)
 
 
@@ -175,6 +179,7 @@ class HeadLoss(torch.autograd.Function):
         rule: TokenLoss,
         sequence_parallel: bool,
         chunk: int,
+        weight_grads: WeightGrads | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Chunk by chunk, in place: logits become exponentials become their gradient."""
         axis = attrs.evolve(axis, index=index)
@@ -194,7 +199,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep the gradients; the rest only for derivatives of derivatives."""
-        *tensors, ctx.axis, ctx.rule, ctx.sequence_parallel, _ = inputs
+        *tensors, ctx.axis, ctx.rule, ctx.sequence_parallel, _, ctx.weight_grads = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.save_for_forward(*tensors)
@@ -205,8 +210,8 @@ class HeadLoss(torch.autograd.Function):
         g, *g_grads = grads
         *tensors, dh, dw = ctx.saved_tensors
         if g_grads == [None, None]:
-            return (g * dh, g * dw, *[None] * 7) if g is not None else (None,) * 9
-        return (*_pulled(_of_h_and_w(ctx, tensors), tensors[:2], grads), *[None] * 7)
+            return (*_scaled(g, dh, dw, tensors[1], ctx.weight_grads), *[None] * 8)
+        return (*_pulled(_of_h_and_w(ctx, tensors), tensors[:2], grads), *[None] * 8)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
@@ -220,13 +225,22 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         """Through the definition, with the ranks where the index is batched."""
-        axis, rule, sequence_parallel, _ = args[5:]
+        axis, rule, sequence_parallel, _, _ = args[5:]
 
         def one(h: Tensor, w: Tensor, y: Tensor, m: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             at = attrs.evolve(axis, index=index)
             return _value_and_grads(h, w, y, m, at, rule, sequence_parallel)
 
         return torch.func.vmap(one, in_dims[:5])(*args[:5]), (0, 0, 0)
+
+
+def _scaled(
+    g: Tensor | None, dh: Tensor, dw: Tensor, w: Tensor, sink: WeightGrads | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """g dh and g dw, the latter None where the sink took it."""
+    if g is None:
+        return None, None
+    return g * dh, None if sink is not None and sink.scaled(w, dw, g) else g * dw
 
 
 def _of_h_and_w(ctx: Any, tensors: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:

@@ -9,6 +9,7 @@ import attrs
 from torch import Tensor
 
 from mfun.comm import Groups
+from mfun.nn.weight_grads import WeightGrads
 from mfun.rng import Key
 
 Params = Mapping[str, Any]
@@ -27,12 +28,14 @@ class Ctx:
         key: root of this step's dropout keys; None turns dropout off.
         derivatives: "any" order and mode, or "first" reverse derivatives only, as a training step
             takes on one rank's own tensors, for which faster kernels exist. Both have one value.
+        weight_grads: takes the weights' gradients in autograd's place ("first" only).
     """
 
     groups: Groups
     batch: Mapping[str, Tensor]
     key: Key | None = None
     derivatives: Literal["any", "first"] = "any"
+    weight_grads: WeightGrads | None = None
 
     def fold(self, *path: str | int) -> Key | None:
         """The dropout key of a place in the model, or None."""

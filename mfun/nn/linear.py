@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from mfun import comm
 from mfun.comm import Axis, overlap
+from mfun.nn.weight_grads import WeightGrads
 
 SEQUENCE = 1  # the dim of (b, s, ...) that sequence parallelism cuts
 
@@ -60,7 +61,13 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, w: Tensor, b: Tensor | None, index: Tensor, axis: Axis, sequence_parallel: bool
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        index: Tensor,
+        axis: Axis,
+        sequence_parallel: bool,
+        weight_grads: WeightGrads | None,
     ) -> Tensor:
         """The product over the whole sequence."""
         return F.linear(enter(x, _at(axis, index), sequence_parallel), w, b)
@@ -74,21 +81,21 @@ class ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         """dx = leave(dy w), dw = dy^T enter(x), db = sum of dy."""
         (dy,) = grads
-        x, w, axis, sequence_parallel = _kept(ctx)
+        x, w, axis, sequence_parallel, sink = _kept(ctx)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         if need_x and need_w and overlap.can_overlap(dy, axis):
-            dx, dw = _overlapped(x, w, dy, axis, sequence_parallel)
+            dx, dw = _overlapped(x, w, dy, axis, sequence_parallel, sink)
         else:
             dx = leave(dy @ w, axis, sequence_parallel) if need_x else None
-            dw = _weight_grad(dy, enter(x, axis, sequence_parallel)) if need_w else None
-        return dx, dw, _bias_grad(dy) if need_b else None, None, None, None
+            dw = _weight_grad(w, dy, enter(x, axis, sequence_parallel), sink) if need_w else None
+        return dx, dw, _bias_grad(dy) if need_b else None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         """enter(dx) w^T + enter(x) dw^T + db."""
         dx, dw, db = tangents[:3]
         with forward_mode():
-            x, w, axis, sequence_parallel = _kept(ctx, primal)
+            x, w, axis, sequence_parallel, _ = _kept(ctx, primal)
             terms = [] if dx is None else [F.linear(enter(dx, axis, sequence_parallel), w)]
             terms += [] if dw is None else [F.linear(enter(x, axis, sequence_parallel), dw)]
             return _total(terms if db is None else [*terms, db])
@@ -104,7 +111,13 @@ class RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, w: Tensor, b: Tensor | None, index: Tensor, axis: Axis, sequence_parallel: bool
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        index: Tensor,
+        axis: Axis,
+        sequence_parallel: bool,
+        weight_grads: WeightGrads | None,
     ) -> Tensor:
         """This rank's summand, the sum, the bias."""
         y = leave_fresh(F.linear(x, w), _at(axis, index), sequence_parallel)
@@ -119,19 +132,19 @@ class RowLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         """dx = enter(dy) w, dw = enter(dy)^T x, db = sum of dy."""
         (dy,) = grads
-        x, w, axis, sequence_parallel = _kept(ctx)
+        x, w, axis, sequence_parallel, sink = _kept(ctx)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         whole = enter(dy, axis, sequence_parallel)
         dx = whole @ w if need_x else None
-        dw = _weight_grad(whole, x) if need_w else None
-        return dx, dw, _bias_grad(dy) if need_b else None, None, None, None
+        dw = _weight_grad(w, whole, x, sink) if need_w else None
+        return dx, dw, _bias_grad(dy) if need_b else None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         """leave(dx w^T + x dw^T) + db."""
         dx, dw, db = tangents[:3]
         with forward_mode():
-            x, w, axis, sequence_parallel = _kept(ctx, primal)
+            x, w, axis, sequence_parallel, _ = _kept(ctx, primal)
             terms = [] if dx is None else [F.linear(dx, w)]
             terms += [] if dw is None else [F.linear(x, dw)]
             terms = [leave(_total(terms), axis, sequence_parallel)] if terms else []
@@ -144,8 +157,13 @@ class RowLinear(torch.autograd.Function):
 
 
 def _overlapped(
-    x: Tensor, w: Tensor, dy: Tensor, axis: Axis, sequence_parallel: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    axis: Axis,
+    sequence_parallel: bool,
+    sink: WeightGrads | None,
+) -> tuple[Tensor, Tensor | None]:
     """dx and dw of `ColumnLinear`, each message under a product; first order, on processes."""
     if sequence_parallel:
         gathering = overlap.start_gather(x.detach(), axis, SEQUENCE)
@@ -154,7 +172,7 @@ def _overlapped(
         summing = overlap.start_reduce_scatter(summand, axis, SEQUENCE)
     else:
         summing = overlap.start_all_reduce(dy @ w, axis)
-    dw = _weight_grad(dy, x)
+    dw = _weight_grad(w, dy, x, sink)
     return summing.wait(), dw
 
 
@@ -171,14 +189,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...]) -> None:
 
 def _kept(
     ctx: Any, view: Callable[[Tensor], Tensor] = lambda x: x
-) -> tuple[Tensor, Tensor, Axis, bool]:
+) -> tuple[Tensor, Tensor, Axis, bool, WeightGrads | None]:
     x, w, index = ctx.saved_tensors
-    axis, sequence_parallel = ctx.static
-    return view(x), view(w), _at(axis, index), sequence_parallel
+    axis, sequence_parallel, weight_grads = ctx.static
+    return view(x), view(w), _at(axis, index), sequence_parallel, weight_grads
 
 
-def _weight_grad(dy: Tensor, x: Tensor) -> Tensor:
-    return dy.flatten(0, -2).T @ x.flatten(0, -2)
+def _weight_grad(w: Tensor, dy: Tensor, x: Tensor, sink: WeightGrads | None) -> Tensor | None:
+    """dy^T x, or None where the sink took it."""
+    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    return None if sink is not None and sink.product(w, dy, x) else dy.T @ x
 
 
 def _bias_grad(dy: Tensor) -> Tensor:
@@ -198,6 +218,7 @@ def column_linear(
     *,
     sequence_parallel: bool = ...,
     gather_output: bool = ...,
+    weight_grads: WeightGrads | None = ...,
     skip_bias_add: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -211,6 +232,7 @@ def column_linear(
     *,
     sequence_parallel: bool = ...,
     gather_output: bool = ...,
+    weight_grads: WeightGrads | None = ...,
     skip_bias_add: Literal[True],
 ) -> tuple[Tensor, Tensor | None]: ...
 
@@ -223,6 +245,7 @@ def column_linear(
     *,
     sequence_parallel: bool = False,
     gather_output: bool = False,
+    weight_grads: WeightGrads | None = None,
     skip_bias_add: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """A linear layer whose outputs are cut over the axis.
@@ -237,6 +260,7 @@ def column_linear(
         sequence_parallel: x is a shard of the sequence (dim 1) and is gathered here, and again in
             the backward.
         gather_output: put the pieces together: the result is (b, s, o), I over `axis`.
+        weight_grads: takes the gradient of w in autograd's place.
         skip_bias_add: leave the bias to the caller (to fuse it with what follows).
 
     Returns:
@@ -259,10 +283,11 @@ def column_linear(
     """
     _check("column_linear", x, w)
     added = None if skip_bias_add else b
-    if axis.size == 1:
+    if axis.size == 1 and weight_grads is None:
         y = F.linear(x, w, added)
     else:
-        y = ColumnLinear.apply(x, w, added, axis.index, axis, sequence_parallel)
+        args = (x, w, added, axis.index, axis, sequence_parallel, weight_grads)
+        y = ColumnLinear.apply(*args)
     if gather_output:
         y = comm.unsplit(y, axis, -1)
         b = comm.unsplit(b, axis, -1) if skip_bias_add and b is not None else b
@@ -278,6 +303,7 @@ def row_linear(
     *,
     sequence_parallel: bool = ...,
     input_is_parallel: bool = ...,
+    weight_grads: WeightGrads | None = ...,
     skip_bias_add: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -291,6 +317,7 @@ def row_linear(
     *,
     sequence_parallel: bool = ...,
     input_is_parallel: bool = ...,
+    weight_grads: WeightGrads | None = ...,
     skip_bias_add: Literal[True],
 ) -> tuple[Tensor, Tensor | None]: ...
 
@@ -303,6 +330,7 @@ def row_linear(
     *,
     sequence_parallel: bool = False,
     input_is_parallel: bool = True,
+    weight_grads: WeightGrads | None = None,
     skip_bias_add: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """A linear layer whose inputs are cut over the axis; the bias comes after the sum.
@@ -317,6 +345,7 @@ def row_linear(
         axis: the tensor-parallel axis, of size n.
         sequence_parallel: the result is scattered to shards of the sequence (dim 1).
         input_is_parallel: x is already this rank's piece.
+        weight_grads: takes the gradient of w in autograd's place.
         skip_bias_add: leave the bias to the caller.
 
     Returns:
@@ -341,10 +370,11 @@ def row_linear(
         x = comm.split(x, axis, -1)
     _check("row_linear", x, w)
     added = None if skip_bias_add else b
-    if axis.size == 1:
+    if axis.size == 1 and weight_grads is None:
         y = F.linear(x, w, added)
-    else:
-        y = RowLinear.apply(x, w, added, axis.index, axis, sequence_parallel)
+    else:  # on one rank the two differ in when the bias is added: with the product is faster
+        one = ColumnLinear if axis.size == 1 else RowLinear
+        y = one.apply(x, w, added, axis.index, axis, sequence_parallel, weight_grads)
     return (y, b) if skip_bias_add else y
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mfun.comm import Axis
 from mfun.nn.linear import column_linear, row_linear
+from mfun.nn.weight_grads import WeightGrads
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 
@@ -23,6 +24,7 @@ def mlp(
     *,
     activation: str,
     sequence_parallel: bool = False,
+    weight_grads: WeightGrads | None = None,
 ) -> Tensor:
     """y = g(act(f(x) up_r^T) down_r^T), one reduction for two products.
 
@@ -35,6 +37,7 @@ def mlp(
         axis: the tensor-parallel axis, of size n.
         activation: one of `ACTIVATIONS`.
         sequence_parallel: see `column_linear` and `row_linear`.
+        weight_grads: see there.
 
     Returns:
         The shape and type of x.
@@ -58,6 +61,7 @@ def mlp(
         None if bias is None else bias.flatten(),
         axis,
         sequence_parallel=sequence_parallel,
+        weight_grads=weight_grads,
     )
     return row_linear(
         activate(h_bsf, activation),
@@ -65,6 +69,7 @@ def mlp(
         params.get("down_bias"),
         axis,
         sequence_parallel=sequence_parallel,
+        weight_grads=weight_grads,
     )
 
 

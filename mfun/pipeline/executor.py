@@ -1,8 +1,9 @@
 """The executor: interprets a stage's stream of ops on a `World`.
 
-`F` runs the stage's layers one by one and keeps a pullback of each; `B` pops them, last first, and
+`F` runs a chunk's layers one by one and keeps a pullback of each; `B` pops them, last first, and
 adds each layer's gradients straight into the flat buffers, so that a gradient tree lives no longer
-than one layer. Messages go out and come in where the stream says. Nothing else happens in a step.
+than one layer. `I` does the same but leaves the weights' products to `W`. Messages go out and come
+in where the stream says. Nothing else happens in a step.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from mfun.comm.groups import Groups
 from mfun.comm.world import Message, Waits, World
 from mfun.grads import GradBuffers
 from mfun.nn.layer import Ctx, Layer
+from mfun.nn.weight_grads import Paths, WeightGrads, paths_by_memory
 from mfun.pipeline.pullback import Linearize, Pull, autograd_layer
 from mfun.pipeline.stage import Stage
 from mfun.rng import Key
-from mfun.schedule import B, F, Op, Recv, Send
+from mfun.schedule import B, F, I, Op, Recv, Send, Tag, W, gives, needs
 from mfun.schedule import batches as batches_of
 
 Batch = Mapping[str, Tensor]
@@ -46,14 +48,25 @@ class Program:
     linearize: Linearize = autograd_layer
     derivatives: Literal["any", "first"] = "any"
 
-    def layer(self, layer: Layer, batch: Batch, key: Key | None) -> Callable[..., Message]:
+    def layer(
+        self,
+        layer: Layer,
+        batch: Batch,
+        key: Key | None,
+        weight_grads: WeightGrads | None = None,
+    ) -> Callable[..., Message]:
         """`(params, x) -> y` of a layer on this world's tensors, with the batch closed over."""
 
         def local(groups: Groups, params: Any, x: Message, batch: dict[str, Tensor]) -> Message:
-            return layer.apply(params, x, Ctx(groups, batch, key, self.derivatives))
+            ctx = Ctx(groups, batch, key, self.derivatives, weight_grads)
+            return layer.apply(params, x, ctx)
 
         lifted, batch = self.world.lift(local), dict(batch)
         return lambda params, x: lifted(params, x, batch)
+
+    def paths(self) -> Paths | None:
+        """Parameters by memory, where weights' gradients are taken out of autograd's hands."""
+        return None if self.derivatives == "any" else paths_by_memory(tree.flatten(self.params))
 
     def own(self, layer: Layer) -> Any:
         """The part of the parameters that a layer uses."""
@@ -67,7 +80,7 @@ def train_step(
     seeds: Sequence[Tensor],
     grads: GradBuffers,
     key: Key | None,
-) -> Waits[list[Tensor]]:
+) -> Waits[dict[int, Tensor]]:
     """Run a step's stream: fills `grads` and returns the loss sums.
 
     Args:
@@ -79,110 +92,148 @@ def train_step(
         key: of this step's dropout, or None.
 
     Returns:
-        On the last stage the loss sum of each microbatch (before normalisation), elsewhere [].
+        Where the loss is, the loss sum (before normalisation) by microbatch; elsewhere {}.
 
     Raises:
         ValueError: the stream asks for a microbatch that is not there.
     """
     grads.start()
-    pulls: dict[tuple[int, int], list[Pull]] = {}
-    losses: list[Tensor] = []
-    mail = _Mail(program.world, [_sizes(b) for b in batches])
+    stage, place = program.stage, program.stage.place
+    paths = program.paths()
+    backs: dict[tuple[int, int], _Backward] = {}
+    losses: dict[int, Tensor] = {}
+    mail = _Mail(program, [_sizes(b) for b in batches])
     for op in batches_of(stream):
+        if isinstance(op, tuple):
+            mail.post(op)
+            continue
+        virtual, at = stage.virtual(op.chunk), (op.mb, op.chunk)
+        x = yield from mail.incoming(needs(op, virtual, place))
         match op:
-            case F(mb, chunk):
+            case F(mb):
                 _check_microbatch(mb, batches)
-                x = yield from mail.incoming("act", mb)
-                y, pulls[mb, chunk] = _forward(program, x, batches[mb], key)
-                if program.stage.last:
-                    losses.append(y["loss"])
-                else:
-                    mail.put("act", mb, y)
-            case B(mb, chunk):
-                if program.stage.last:
-                    dy = {"loss": seeds[mb].to(losses[mb].dtype)}
-                else:
-                    dy = yield from mail.incoming("grad", mb)
-                dx = _backward(pulls.pop((mb, chunk)), dy, grads)
-                if not program.stage.first:
-                    mail.put("grad", mb, dx)
-            case tuple():
-                mail.post(op)
+                backs[at] = _Backward(grads, paths)
+                y = _forward(program, op, x, batches[mb], key, backs[at])
+                if place.last(virtual):
+                    losses[mb] = y["loss"]
+            case B(mb) | I(mb):
+                dy = {"loss": seeds[mb].to(losses[mb].dtype)} if place.last(virtual) else x
+                y = backs[at].inputs(dy, later=isinstance(op, I))
+                if isinstance(op, B):
+                    del backs[at]
+            case W():
+                backs.pop(at).weights()
+                continue
+        mail.put(gives(op, virtual, place), y)
+        del x, y
     yield from program.world.drain()
     return losses
 
 
 @torch.no_grad()
 def _forward(
-    program: Program, x: Message, batch: Batch, key: Key | None
-) -> tuple[Message, list[Pull]]:
-    pulls = []
-    for layer in program.stage.layers:
-        x, pull = program.linearize(program.layer(layer, batch, key), program.own(layer), x)
-        pulls.append(pull)
-    return x, pulls
+    program: Program, op: F, x: Message, batch: Batch, key: Key | None, back: _Backward
+) -> Message:
+    for layer in program.stage.chunks[op.chunk]:
+        apply = program.layer(layer, batch, key, back.sink)
+        x, pull = program.linearize(apply, program.own(layer), x)
+        back.pulls.append(pull)
+    return x
 
 
-def _backward(pulls: list[Pull], dy: Message, grads: GradBuffers) -> Message:
-    while pulls:
-        layer_grads, dy = pulls.pop()(dy)
-        grads.add(layer_grads)
-    return dy
+class _Backward:
+    """What one forward leaves for its backward: pullbacks, then the weights' products.
+
+    Args:
+        grads: where gradients go.
+        paths: of parameters by memory, or None where their gradients come out of the pullbacks.
+    """
+
+    def __init__(self, grads: GradBuffers, paths: Paths | None) -> None:
+        self.pulls: list[Pull] = []
+        self.sink = None if paths is None else WeightGrads(paths, grads.claim)
+        self._grads = grads
+        self._kept: list[dict[str, Tensor | None]] = []
+
+    def inputs(self, dy: Message, later: bool) -> Message:
+        """Pull back to the input; the weights' gradients now, or kept for `weights`."""
+        if self.sink is not None:
+            self.sink.later = later
+        while self.pulls:
+            layer_grads, dy = self.pulls.pop()(dy)
+            if later and self.sink is None:
+                self._kept.append(layer_grads)
+            else:
+                self._grads.add(layer_grads)
+        return dy
+
+    def weights(self) -> None:
+        """Add what was kept."""
+        if self.sink is not None:
+            self.sink.run()
+        while self._kept:
+            self._grads.add(self._kept.pop())
 
 
 def evaluate(
     program: Program, stream: Sequence[Op], batches: Sequence[Batch]
-) -> Waits[list[Message]]:
-    """Run a forward-only stream: what the last layer returns for each microbatch, elsewhere [].
+) -> Waits[dict[int, Message]]:
+    """Run a forward-only stream.
 
     Args:
         program: the stage.
         stream: its ops, `F` and messages only.
         batches: this rank's microbatches.
+
+    Returns:
+        Where the head is, what it returns by microbatch; elsewhere {}.
     """
-    out: list[Message] = []
-    mail = _Mail(program.world, [_sizes(b) for b in batches])
+    out: dict[int, Message] = {}
+    stage, place = program.stage, program.stage.place
+    mail = _Mail(program, [_sizes(b) for b in batches])
     for op in batches_of(stream):
-        match op:
-            case F(mb, _):
-                _check_microbatch(mb, batches)
-                x = yield from mail.incoming("act", mb)
-                with torch.no_grad():
-                    for layer in program.stage.layers:
-                        x = program.layer(layer, batches[mb], None)(program.own(layer), x)
-                if program.stage.last:
-                    out.append(x)
-                else:
-                    mail.put("act", mb, x)
-            case tuple():
-                mail.post(op)
+        if isinstance(op, tuple):
+            mail.post(op)
+            continue
+        _check_microbatch(op.mb, batches)
+        virtual = stage.virtual(op.chunk)
+        x = yield from mail.incoming(needs(op, virtual, place))
+        with torch.no_grad():
+            for layer in stage.chunks[op.chunk]:
+                x = program.layer(layer, batches[op.mb], None)(program.own(layer), x)
+        if place.last(virtual):
+            out[op.mb] = x
+        mail.put(gives(op, virtual, place), x)
     yield from program.world.drain()
-    return out
+    return dict(sorted(out.items()))
 
 
 class _Mail:
     """Messages of one step on one stage: made by compute ops, moved by Send and Recv ops."""
 
-    def __init__(self, world: World, sizes: Sequence[Any]) -> None:
-        self._world, self._sizes = world, sizes
-        self._made: dict[tuple[str, int], Message] = {}
-        self._posted: dict[tuple[str, int], Recv] = {}
+    def __init__(self, program: Program, sizes: Sequence[Any]) -> None:
+        self._world, self._sizes = program.world, sizes
+        self._made: dict[Tag, Message] = {}
+        self._posted: dict[Tag, Recv] = {}
 
-    def put(self, kind: str, mb: int, message: Message) -> None:
-        """Keep a message until its Send."""
-        self._made[kind, mb] = message
+    def put(self, tag: Tag | None, message: Message) -> None:
+        """Keep a message until its Send, or until the op of this stage that uses it."""
+        if tag:
+            self._made[tag] = message
 
     def post(self, batch: Sequence[Send | Recv]) -> None:
         """Start a batch of messages together; the transport keeps what is sent, not we."""
-        outgoing = {op: self._made.pop((op.kind, op.mb)) for op in batch if isinstance(op, Send)}
+        outgoing = {op: self._made.pop(op.tag) for op in batch if isinstance(op, Send)}
         self._world.post(batch, outgoing, self._sizes)
-        self._posted.update({(op.kind, op.mb): op for op in batch if isinstance(op, Recv)})
+        self._posted.update({op.tag: op for op in batch if isinstance(op, Recv)})
 
-    def incoming(self, kind: str, mb: int) -> Waits[Message]:
-        """The message a compute op needs, {} where it comes from no other stage."""
-        op = self._posted.pop((kind, mb), None)
-        if op is None:
+    def incoming(self, tag: Tag | None) -> Waits[Message]:
+        """The message a compute op needs, {} where it needs none."""
+        if tag is None:
             return {}
+        op = self._posted.pop(tag, None)
+        if op is None:  # made on this stage
+            return self._made.pop(tag)
         return (yield from self._world.take(op))
 
 

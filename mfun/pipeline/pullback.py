@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from mfun import tree
 
@@ -41,13 +42,15 @@ def autograd_layer(apply: Apply, params: Any, x: Message) -> tuple[Message, Pull
     with torch.enable_grad():
         y = apply(leaves, inputs)
     flat = tree.flatten(leaves)
-    graph = [y]
+    # The graph hangs on its edges, so that the output itself can go as soon as it was sent.
+    graph = [{k: get_gradient_edge(v) for k, v in y.items() if v.requires_grad}]
 
     def pull(dy: Message) -> tuple[dict[str, Tensor | None], Message]:
         out = graph.pop()
         wanted = [*flat.values(), *inputs.values()]
+        used = [k for k in dy if k in out]
         grads = torch.autograd.grad(
-            [out[k] for k in dy], wanted, [dy[k] for k in dy], allow_unused=True
+            [out[k] for k in used], wanted, [dy[k] for k in used], allow_unused=True
         )
         dx = {
             k: torch.zeros_like(v) if g is None else g

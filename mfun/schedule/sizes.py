@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 
 from mfun.schedule.ops import B, Compute, ScheduleError
@@ -11,9 +13,16 @@ Cost = float | tuple[float, ...]
 
 def _positive(instance: object, attribute: attrs.Attribute[Cost], value: Cost | None) -> None:
     """Refuse an op that takes no time: the picture and the bubble are made of time."""
+    if isinstance(value, list):
+        raise ScheduleError(f"cost {attribute.name} is a list: give a number, or a tuple per slice")
     for cost in value if isinstance(value, tuple) else (value,):
-        if cost is not None and cost <= 0:
+        if cost is not None and not 0 < cost < math.inf:
             raise ScheduleError(f"cost {attribute.name} is {cost}, but an op takes more than 0")
+
+
+def _not_negative(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ScheduleError(f"cost {attribute.name} is {value}, but a message takes 0 or more")
 
 
 @attrs.frozen
@@ -25,10 +34,13 @@ class Costs:
       B: one whole backward; None is I + W.
       I: its part to the inputs.
       W: its part to the weights.
-      latency: of a message, from its send to its arrival.
+      latency: of a message, from its last byte's departure to its arrival.
       transfer: time a message occupies its link (bytes / bandwidth); messages of one link queue.
       overlap: messages travel beside computation; otherwise a transfer also occupies both stages.
+    Raises:
+      ScheduleError: a number that is not above 0 (ops), or below 0 (messages).
     Example:
+      >>> from mfun.schedule.ops import F
       >>> Costs().of(F(3)), Costs().of(B(3)), Costs(F=(1, 4)).of(F(3), slice=1)
       (1, 2, 4)
     """
@@ -37,8 +49,8 @@ class Costs:
     B: Cost | None = attrs.field(default=None, validator=_positive)
     I: Cost = attrs.field(default=1, validator=_positive)  # noqa: E741
     W: Cost = attrs.field(default=1, validator=_positive)
-    latency: float = 0
-    transfer: float = 0
+    latency: float = attrs.field(default=0, validator=_not_negative)
+    transfer: float = attrs.field(default=0, validator=_not_negative)
     overlap: bool = True
 
     def of(self, op: Compute, slice: int = 0) -> float:
@@ -48,9 +60,48 @@ class Costs:
         cost = getattr(self, type(op).__name__)
         return _at(cost, slice)
 
+    def fit(self, slices: int) -> Costs:
+        """These costs, for a model of so many slices.
+
+        Raises:
+          ScheduleError: a cost that is given per slice has another number of them.
+        Example:
+          >>> Costs(F=(1, 2, 1)).fit(4)
+          Traceback (most recent call last):
+          mfun.schedule.ops.ScheduleError: cost F has 3 numbers, but the model is cut in 4 slices
+        """
+        for name in "FBIW":
+            cost = getattr(self, name)
+            if isinstance(cost, tuple) and len(cost) != slices:
+                raise ScheduleError(
+                    f"cost {name} has {len(cost)} numbers, but the model is cut in {slices} slices"
+                )
+        return self
+
+    def scaled(self, by: float) -> Costs:
+        """Everything that takes time, times a number.
+
+        Example:
+          >>> Costs(F=(1, 2), latency=3).scaled(2)
+          Costs(F=(2, 4), B=None, I=2, W=2, latency=6, transfer=0, overlap=True)
+        """
+        return attrs.evolve(
+            self,
+            F=_times(self.F, by),
+            B=None if self.B is None else _times(self.B, by),
+            I=_times(self.I, by),
+            W=_times(self.W, by),
+            latency=self.latency * by,
+            transfer=self.transfer * by,
+        )
+
 
 def _at(cost: Cost, slice: int) -> float:
     return cost[slice] if isinstance(cost, tuple) else cost
+
+
+def _times(cost: Cost, by: float) -> Cost:
+    return tuple(one * by for one in cost) if isinstance(cost, tuple) else cost * by
 
 
 @attrs.frozen

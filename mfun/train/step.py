@@ -137,31 +137,31 @@ class Trainer:
         """Mean loss per valid token of the whole batch, without dropout, on every rank."""
         scale, _ = yield from seeds(self.world, [count_tokens(b) for b in batches], "tokens")
         out = yield from self._forward(state, batches)
-        loss = yield from self._total([y["loss"] for y in out], scale)
+        loss = yield from self._total({mb: y["loss"] for mb, y in out.items()}, scale)
         return _number(loss)
 
     def logits(self, state: State, batches: Sequence[Batch]) -> Waits[list[Tensor]]:
-        """Logits of each microbatch on the last stage (a plan made with head="logits"), else []."""
+        """Logits of each microbatch where the head is (a plan made with head="logits"), else []."""
         out = yield from self._forward(state, batches)
-        return [y["logits"] for y in out]
+        return [y["logits"] for y in out.values()]
 
     def _program(self, state: State) -> Program:
         """Processes take first derivatives of plain tensors; the mailbox runs under vmap."""
         kind = "any" if self.world.lead else "first"
         return Program(self.world, self.stage, state.params, self.linearize, kind)
 
-    def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[list[Message]]:
+    def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[dict[int, Message]]:
         program = self._program(state)
         name = cfg.schedule_name(self.plan.config)
         streams = plan_schedule(name, self.plan.mesh.pp, len(batches), forward_only=True)
         stream = streams[self.stage.index]
         return (yield from executor.evaluate(program, stream, batches))
 
-    def _total(self, sums: Sequence[Tensor], scale: Sequence[Tensor]) -> Waits[Tensor]:
-        """The step's loss on every rank of every stage, from the last stage's sums."""
+    def _total(self, sums: Mapping[int, Tensor], scale: Sequence[Tensor]) -> Waits[Tensor]:
+        """The step's loss on every rank of every stage, from the sums where the loss is."""
         total = torch.zeros_like(scale[0])
-        for loss, factor in zip(sums, scale, strict=False):
-            total = total + loss.double() * factor
+        for mb in sorted(sums):
+            total = total + sums[mb].double() * scale[mb]
         everywhere = tuple(range(self.plan.mesh.pp))
         return (yield from self.world.all_reduce(total, ("dp", "cp"), everywhere))
 

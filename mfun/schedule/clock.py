@@ -1,0 +1,231 @@
+"""When each op runs, by an event-driven simulation: time, idle time, memory, messages.
+
+An op starts when its stage is free and the messages received before it have arrived. A message is
+handed over when the op before its `Send` has ended; messages of one directed link leave one after
+the other, `transfer` apart, and arrive `latency` later. Where messages do not overlap with
+computation, a stage is also occupied for `transfer` by each message it sends or takes.
+
+The result does not depend on the order in which stages are looked at: a stage's times follow from
+its own stream and the arrivals it waits for. So one pass over a work list is enough, linear in
+the ops.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import attrs
+
+from mfun.schedule.ops import Compute, F, I, Message, Op, Recv, ScheduleError, Send, Tag, tag_text
+from mfun.schedule.sizes import Costs
+from mfun.schedule.streams import Placement, batches
+
+
+@attrs.frozen
+class Event:
+    """One compute op on one stage, from start to end."""
+
+    stage: int
+    op: Compute
+    start: float
+    end: float
+
+
+@attrs.frozen
+class Flight:
+    """One message between two stages: made by its sender, on its link from start, usable at end."""
+
+    tag: Tag
+    source: int
+    target: int
+    made: float
+    start: float
+    end: float
+
+
+@attrs.frozen
+class Timing:
+    """What `simulate_time` finds. Every tuple of numbers has one a stage.
+
+    Args:
+      events: all compute ops, by (start, stage).
+      flights: all messages, by (start, source, target).
+      makespan: from 0, where the first op starts, to the last op's end.
+      busy: time spent in compute ops.
+      bubble: makespan - busy.
+      bubble_span: the stage's own last end - its own first start - busy.
+      peak_in_flight: most chunks whose activations are kept: `F` adds one, `B` or `W` frees it.
+      exposed: time in which the stage waits only because a message travels, or moves messages
+        itself: from the later of its last op's end and the making of what the next op needs, to
+        that op's start.
+    """
+
+    events: tuple[Event, ...]
+    flights: tuple[Flight, ...]
+    makespan: float
+    busy: tuple[float, ...]
+    bubble: tuple[float, ...]
+    bubble_span: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+    exposed: tuple[float, ...]
+
+    @property
+    def messages(self) -> int:
+        """How many messages travel between stages."""
+        return len(self.flights)
+
+    @property
+    def idle(self) -> float:
+        """The idle part of all stages' time, 0 to 1."""
+        whole = self.makespan * len(self.bubble)
+        return sum(self.bubble) / whole if whole else 0
+
+
+@attrs.define
+class _Stage:
+    """One stage's clock: where its stream is, since when it is free, what it has added up."""
+
+    steps: deque[Compute | tuple[Message, ...]]
+    awaited: list[Tag] = attrs.field(factory=list)  # of the batch it is in
+    free: float = 0  # no op starts earlier
+    ended: float = 0  # its last op
+    made: float = 0  # the last of what it has taken since that op
+    first: float | None = None
+    busy: float = 0
+    exposed: float = 0
+    live: int = 0
+    peak: int = 0
+
+    def run(self, op: Compute, cost: float) -> float:
+        """Run an op as early as the stage and what it has taken allow; returns its start."""
+        start = self.free
+        if self.first is None:
+            self.first = start
+        self.exposed += start - max(self.ended, self.made)
+        self.busy += cost
+        self.free = self.ended = start + cost
+        self.made = 0
+        self.live += 1 if isinstance(op, F) else 0 if isinstance(op, I) else -1
+        self.peak = max(self.peak, self.live)
+        return start
+
+
+class _Clock:
+    """All stages, links and messages."""
+
+    def __init__(self, streams: Sequence[Sequence[Op]], costs: Costs, place: Placement) -> None:
+        self.costs, self.place = costs, place
+        self.stages = [_Stage(deque(batches(ops))) for ops in streams]
+        self.links: dict[tuple[int, int], float] = {}  # directed: when it is free
+        self.flights: dict[Tag, Flight] = {}
+        self.events: list[Event] = []
+        self.known: dict[tuple[int, type[Compute], int], float] = {}  # costs
+
+    def advance(self, at: int) -> set[int]:
+        """Run a stage until it waits or ends; returns the stages that it may have woken."""
+        stage, woken = self.stages[at], set[int]()
+        while (not stage.awaited or self.taken(stage)) and stage.steps:
+            step = stage.steps.popleft()
+            if isinstance(step, tuple):
+                woken |= self.post(at, step)
+            else:
+                self.compute(at, step)
+        return woken
+
+    def compute(self, at: int, op: Compute) -> None:
+        """Run an op."""
+        key = (at, type(op), op.chunk)
+        if (cost := self.known.get(key)) is None:
+            slice = self.place.slice(self.place.virtual(at, op.chunk))
+            cost = self.known[key] = self.costs.of(op, slice)
+        start = self.stages[at].run(op, cost)
+        self.events.append(Event(at, op, start, start + cost))
+
+    def post(self, at: int, batch: Sequence[Message]) -> set[int]:
+        """Hand over a batch's sends, and wait for its receives."""
+        stage = self.stages[at]
+        stage.awaited = [message.tag for message in batch if isinstance(message, Recv)]
+        sends = [message for message in batch if isinstance(message, Send)]
+        for message in sends:
+            link = (at, message.peer)
+            start = max(stage.free, self.links.get(link, 0))
+            self.links[link] = gone = start + self.costs.transfer
+            end = gone + self.costs.latency
+            self.flights[message.tag] = Flight(message.tag, *link, stage.ended, start, end)
+            if not self.costs.overlap:
+                stage.free = gone
+        return {message.peer for message in sends}
+
+    def taken(self, stage: _Stage) -> bool:
+        """Take the awaited messages, if all have been sent; has the stage what it waits for?"""
+        flights = [self.flights[tag] for tag in stage.awaited if tag in self.flights]
+        if len(flights) < len(stage.awaited):
+            return False
+        for flight in sorted(flights, key=_by_start) if len(flights) > 1 else flights:
+            stage.made = max(stage.made, flight.made)
+            if self.costs.overlap:
+                stage.free = max(stage.free, flight.end)
+            else:
+                head = flight.start + self.costs.latency
+                stage.free = max(stage.free, head) + self.costs.transfer
+        stage.awaited = []
+        return True
+
+    def timing(self) -> Timing:
+        """What has been added up."""
+        makespan = max((stage.ended for stage in self.stages), default=0)
+        return Timing(
+            events=tuple(sorted(self.events, key=lambda event: (event.start, event.stage))),
+            flights=tuple(sorted(self.flights.values(), key=_by_start)),
+            makespan=makespan,
+            busy=tuple(stage.busy for stage in self.stages),
+            bubble=tuple(makespan - stage.busy for stage in self.stages),
+            bubble_span=tuple(s.ended - (s.first or 0) - s.busy for s in self.stages),
+            peak_in_flight=tuple(stage.peak for stage in self.stages),
+            exposed=tuple(stage.exposed for stage in self.stages),
+        )
+
+
+def _by_start(flight: Flight) -> tuple[float, int, int]:
+    return flight.start, flight.source, flight.target
+
+
+def simulate_time(
+    streams: Sequence[Sequence[Op]], costs: Costs | None = None, place: Placement | None = None
+) -> Timing:
+    """When each op of a schedule runs, in time linear in the ops, and what follows from it.
+
+    Args:
+      streams: one stream a stage, messages included, as `plan` gives them.
+      costs: of ops and messages; None is F = I = W = 1, B = 2, messages at once.
+      place: where virtual stages are; None is looped, with as many chunks as the ops name.
+    Raises:
+      ScheduleError: a stage waits for a message that nobody sends, or costs do not fit the slices.
+    Example:
+      >>> from mfun.schedule.check import plan
+      >>> timing = simulate_time(plan("1f1b", stages=4, microbatches=6))
+      >>> timing.makespan, timing.bubble, timing.peak_in_flight, timing.messages
+      (27, (9, 9, 9, 9), (4, 3, 2, 1), 36)
+      >>> simulate_time(plan("1f1b", stages=2, microbatches=1), Costs(latency=5)).exposed
+      (5, 5)
+
+    Source: the bubble that is counted to the optimizer's barrier, and the one of a stage's own
+    span, are both of Qi et al. 2023 (arXiv 2401.10241).
+    """
+    place = _looped(streams) if place is None else place
+    costs = (costs or Costs()).fit(place.depth)
+    clock = _Clock(streams, costs, place)
+    ready = deque(range(len(streams)))
+    while ready:
+        ready.extend(clock.advance(ready.popleft()))
+    if hung := [(at, stage.awaited) for at, stage in enumerate(clock.stages) if stage.awaited]:
+        missing = {at: [tag for tag in tags if tag not in clock.flights] for at, tags in hung}
+        waits = [f"stage {at} for {' '.join(map(tag_text, tags))}" for at, tags in missing.items()]
+        raise ScheduleError(f"messages are never sent: {', '.join(waits)}")
+    return clock.timing()
+
+
+def _looped(streams: Sequence[Sequence[Op]]) -> Placement:
+    chunks = (op.chunk for ops in streams for op in ops if not isinstance(op, Send | Recv))
+    return Placement(len(streams), 1 + max(chunks, default=0))
