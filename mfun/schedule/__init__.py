@@ -4,13 +4,14 @@
 """
 
 from mfun.schedule.check import check, find, plan
+from mfun.schedule.clock import Event, Flight, Timing, simulate_time
 from mfun.schedule.generators import forward_only, gpipe, none, one_f_one_b
 from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, ScheduleError, Send, Tag, W
 from mfun.schedule.rendezvous import rendezvous
 from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.streams import Placement, batches, gives, needs, with_p2p
 from mfun.schedule.table import SCHEDULES, Schedule
-from mfun.schedule.timeline import Event, bubble, events, makespan, timeline
+from mfun.schedule.timeline import bubble, events, grid, makespan, timeline
 
 __all__ = [
     "SCHEDULES",
@@ -19,6 +20,7 @@ __all__ = [
     "Costs",
     "Event",
     "F",
+    "Flight",
     "I",
     "Message",
     "Op",
@@ -29,6 +31,7 @@ __all__ = [
     "Send",
     "Sizes",
     "Tag",
+    "Timing",
     "W",
     "batches",
     "bubble",
@@ -38,12 +41,14 @@ __all__ = [
     "forward_only",
     "gives",
     "gpipe",
+    "grid",
     "makespan",
     "needs",
     "none",
     "one_f_one_b",
     "plan",
     "rendezvous",
+    "simulate_time",
     "timeline",
     "with_p2p",
 ]
