@@ -65,6 +65,22 @@ def test_paths_in_any_order_and_overlapping_give_the_same_corpus(tmp_path):
     corpus = data.load([x, y])
     assert corpus.names == ("one.txt", "three.txt", "two.txt")
     assert data.load([y, one, x, one]).hash == corpus.hash
+    inner = str(tmp_path / "x/../x/sub")
+    write(tmp_path / "x" / "sub", four_txt=b"4")
+    assert data.load([x, inner]).names == data.load([inner, x]).names
+
+
+def test_links_are_followed_and_each_file_is_read_once(tmp_path):
+    """To a file, to a folder, back to a folder above, and to nothing."""
+    write(tmp_path / "far", deep_txt=b"deep")
+    write(tmp_path / "here", b_txt=b"b")
+    links = {"a.txt": "b.txt", "far": "../far", "loop": ".", "none": "nowhere"}
+    for name, target in links.items():
+        (tmp_path / "here" / name).symlink_to(target)
+    corpus = data.load([str(tmp_path / "here")])
+    assert corpus.names == ("a.txt", "far/deep.txt")
+    (tmp_path / "link").symlink_to("here")
+    assert data.load([str(tmp_path / "link")]).hash == corpus.hash
 
 
 @pytest.mark.parametrize(

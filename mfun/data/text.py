@@ -22,7 +22,8 @@ def load(paths: Sequence[str] = ()) -> Corpus:
     """The corpus of `data.path`; without paths, the Python standard library's source files.
 
     A folder gives every file below it that is UTF-8 and not hidden, named by its path relative to
-    the folder; a file gives itself under its own name. A file that two paths share is read once.
+    the folder; a file gives itself under its own name. Links are followed. A file that two paths
+    share is read once, under the name it has by the first in alphabetical order.
     Nothing is downloaded, written or cached: any number of jobs and ranks may read at once.
 
     Args:
@@ -58,7 +59,7 @@ def _is_source(name: str) -> bool:
 def _given(paths: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     """Text of the paths the user named."""
     seen: set[Path] = set()
-    for path in map(Path, paths):
+    for path in map(Path, sorted(paths)):
         path = path.expanduser()
         if not path.exists():
             raise DataError(f"data.path: {path} does not exist: name a text file or a folder")
@@ -84,10 +85,16 @@ def _named(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _files(root: Path, wanted: Callable[[str], bool]) -> Iterator[Path]:
-    """Regular files below a folder, by paths each part of which is wanted."""
-    for folder, folders, names in os.walk(root, onerror=_refuse):
-        folders[:] = filter(wanted, folders)
-        paths = (Path(folder, name) for name in filter(wanted, names))
+    """Regular files below a folder in order, by paths each part of which is wanted."""
+    seen: set[str] = set()  # a link may lead back to a folder above it
+    for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(filter(wanted, folders))
+        paths = (Path(folder, name) for name in sorted(filter(wanted, names)))
         yield from (path for path in paths if path.is_file())
 
 
