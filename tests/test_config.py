@@ -230,6 +230,9 @@ def test_load_reads_presets_and_files(tmp_path: Path) -> None:
     assert config.model.layers == 5
     assert config.data.path == ("x",)
     assert config.parallel == ParallelConfig()
+    text = path.read_text(encoding="utf-8").replace("\n", "\r\n")
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load(str(path), ["model.layers=5"]) == config
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"mine\.toml is not a text file"):
         load(str(path))
@@ -303,6 +306,10 @@ def test_configs_are_frozen_and_hashable() -> None:
         (
             "model.position=rotary model.rope_scaling=llama3 model.rope_low=4",
             "rope_low is 4|rope_high is 4",
+        ),
+        (
+            "model.position=rotary model.rope_scaling=yarn model.rope_theta=1",
+            "rope_theta is 1|above 1",
         ),
         ("parallel.schedule=none parallel.pp=2", "schedule is none|pp is 2"),
         ("optim.lr=1e-4 optim.min_lr=1e-3", "min_lr is 0.001|lr = 0.0001"),

@@ -6,7 +6,7 @@ from mfun.config.checks import check
 from mfun.config.fields import ConfigError
 from mfun.config.flops import ModelFlops, flops_per_token
 from mfun.config.layout import mesh, microbatch_sizes, resolve, schedule_name, stage_layers
-from mfun.config.load import from_toml, load, override, to_toml
+from mfun.config.load import from_file, from_toml, load, override, to_toml
 from mfun.config.presets import DEFAULT, PRESETS
 from mfun.config.sections import (
     SECTIONS,
@@ -34,6 +34,7 @@ __all__ = [
     "TrainConfig",
     "check",
     "flops_per_token",
+    "from_file",
     "from_toml",
     "load",
     "mesh",

@@ -105,6 +105,11 @@ def _positions(config: Config) -> Iterator[str]:
             f"model.rope_scaling is {model.rope_scaling} but model.position is {model.position}; "
             "set model.position=rotary or model.rope_scaling=none."
         )
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1:
+        yield (
+            f"model.rope_theta is {model.rope_theta:g}; yarn scaling divides by its logarithm, so "
+            "use a number above 1."
+        )
     for scaling, low, high in (
         ("llama3", "rope_low", "rope_high"),
         ("yarn", "rope_beta_slow", "rope_beta_fast"),

@@ -85,6 +85,20 @@ def from_toml(content: str, name: str = "TOML") -> Config:
     return _structure(values, name)
 
 
+def from_file(path: Path) -> Config:
+    """The configuration of a TOML file, in UTF-8 with or without a byte order mark.
+
+    Raises:
+      ConfigError: as ``from_toml``, or a file that cannot be read or is not text.
+    """
+    try:
+        return from_toml(path.read_text(encoding="utf-8-sig"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def _source(source: str) -> Config:
     if source in PRESETS:
         return PRESETS[source]
@@ -93,10 +107,7 @@ def _source(source: str) -> Config:
         raise ConfigError(
             f"{source!r} is neither a preset nor a file: {did_you_mean(source, PRESETS)}"
         )
-    try:
-        return from_toml(path.read_text(encoding="utf-8"), source)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source} is not a text file: {error}") from error
+    return from_file(path)
 
 
 def _assignment(given: str) -> tuple[str, str, Any]:
