@@ -199,7 +199,14 @@ def test_training_shows_progress_and_the_way_on(tmp_path):
     (folder,) = re.findall(r"mfun sample (\S+) --prompt", told)
     assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", folder)
     names = {path.name for path in Path(folder).iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "validation.jsonl", "loss.png", "checkpoints"}
+    assert names == {
+        ".lock",
+        "config.toml",
+        "metrics.jsonl",
+        "validation.jsonl",
+        "loss.png",
+        "checkpoints",
+    }
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
 

@@ -159,6 +159,14 @@ def test_eight_launches_at_once(tmp_path):
     assert all(len(pair) == 1 for pair in ports) and len(set.union(*ports)) == 8
 
 
+@pytest.mark.parametrize("port", ["x", "-1", "65536"])
+def test_a_port_that_is_none_is_refused(port, monkeypatch):
+    """Named, with what to do."""
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ConfigError, match=f"MASTER_PORT is '{port}'; give a number below 65536"):
+        launch.start(Mesh(dp=2), ["train"])
+
+
 def test_a_given_port_in_use_is_an_error_at_once(monkeypatch):
     """MASTER_PORT that another program listens on."""
     with socket.socket() as taken:
@@ -410,6 +418,20 @@ def test_a_slow_step_is_waited_for_longer():
         stop.settle()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert not wait_for(lambda: bool(ended), 1.0)
+
+
+def test_a_signal_while_saving_waits_for_the_save_and_the_step_after_it(monkeypatch):
+    """The time to come to a step's end counts from the last sign of the loop, not the signal."""
+    ended: list[int] = []
+    monkeypatch.setattr("mfun.train.stop.PATIENCE_S", 1.0)
+    with Stop(end=ended.append) as stop:
+        stop.pace(0.0)
+        stop.saving()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not wait_for(lambda: bool(ended), 2.0)
+        stop.pace(0.0)
+        assert not wait_for(lambda: bool(ended), 0.5)
+        assert wait_for(lambda: bool(ended))
 
 
 def test_a_rank_ends_with_its_parent(monkeypatch):

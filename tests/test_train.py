@@ -24,11 +24,21 @@ from mfun.data import DataError
 from mfun.mesh import Mesh
 from mfun.train import loop, metrics
 from mfun.train.feed import feed
-from mfun.train.lifecycle import FREE, Request, RunError, changes, configure, open_run
+from mfun.train.lifecycle import (
+    FREE,
+    Request,
+    RunError,
+    changes,
+    configure,
+    find_run,
+    held,
+    open_run,
+)
 from mfun.train.memory import kept_bytes, memory
 from mfun.train.plan import plan
 from mfun.train.replicas import ReplicaError, check_replicas, fingerprint
-from mfun.train.step import State
+from mfun.train.step import State, Trainer
+from mfun.train.stop import SAVING_S
 from mfun.verify import reference
 
 WORKER = str(Path(__file__).with_name("train_worker.py"))
@@ -139,6 +149,35 @@ def test_errors_tell_the_step(text):
     assert caught.value.__notes__ == ["at step 5"]
 
 
+def test_a_step_that_is_not_finite_ends_the_run(text, tmp_path):
+    """Its line is written, its weights are not: the checkpoint before it stays."""
+    config = small(text, "optim.lr=1e30", "optim.warmup=0", "train.checkpoint_every=1")
+    config = attrs.evolve(config, train=attrs.evolve(config.train, keep=1))
+    with pytest.raises(RunError, match=r"loss is nan .* lower optim.lr") as caught:
+        run(tmp_path, config)
+    steps = [row["step"] for row in metrics.read(tmp_path)]
+    assert caught.value.__notes__ == [f"at step {steps[-1]}"]
+    assert list(checkpoint.saved(tmp_path)) == [steps[-1] - 1]
+
+
+def test_validating_and_saving_have_their_time_after_a_signal(text, tmp_path, monkeypatch):
+    """Patience for as many steps as batches, and for a save as much as the launcher has."""
+    seen: list[float] = []
+    training = loop.job(small(text, "train.eval_batches=9"), folder=tmp_path)
+    for owner, name in ((Trainer, "evaluate"), (loop.saving, "save")):
+        real = getattr(owner, name)
+
+        def noted(*args: Any, real: Any = real) -> Any:
+            seen.append(training.stop.patience)
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+    monkeypatch.setattr("mfun.train.stop.PATIENCE_S", 0.0)
+    last = [record.step_ms / 1000 for record in loop.train(training)][-1]
+    assert seen[-2:] == [pytest.approx(27 * last), SAVING_S]
+    assert training.stop.patience == pytest.approx(3 * last)
+
+
 # resuming
 
 
@@ -197,6 +236,29 @@ def test_resume_refuses_other_data(text, tmp_path):
         loop.job(configure(moved, None))
 
 
+def test_a_refused_resume_changes_nothing(text, tmp_path):
+    """Other data named on the way: config.toml stays, and the next --resume goes on."""
+    run(tmp_path / "run", small(text), steps=2)
+    before = (tmp_path / "run/config.toml").read_text()
+    text.with_name("other.txt").write_text("something else " * 100)
+    other = (f"data.path={text.with_name('other.txt')}", "train.steps=9")
+    request = Request(run_dir=tmp_path / "run", resume=True, overrides=other)
+    with pytest.raises(DataError, match="started on data"):
+        open_run(request, configure(request, None))
+    assert (tmp_path / "run/config.toml").read_text() == before
+
+
+def test_a_damaged_configuration_is_named(text, tmp_path):
+    """Bytes that are no text, and a byte order mark that an editor added."""
+    open_run(Request(run_dir=tmp_path / "run"), small(text))
+    file = tmp_path / "run/config.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert find_run(tmp_path / "run").train.steps == 6
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"config\.toml is not a text file in UTF-8"):
+        configure(Request(run_dir=tmp_path / "run", resume=True), None)
+
+
 def test_resume_refuses_a_checkpoint_of_another_layout(text, tmp_path):
     """Even if config.toml was edited by hand."""
     config = small(text)
@@ -237,6 +299,56 @@ def test_a_used_folder_is_refused_without_resume(text, tmp_path):
     open_run(Request(run_dir=tmp_path / "run"), small(text))
     with pytest.raises(RunError, match="add --resume to go on with that run"):
         configure(Request(run_dir=tmp_path / "run"), None)
+
+
+def test_two_runs_do_not_share_a_folder(text, tmp_path):
+    """The second is refused while the first writes, and if it began at the same moment."""
+    folder = tmp_path / "run"
+    with pytest.raises(RunError, match=r"another run is writing in .*run; wait for its end"):
+        folder.mkdir()
+        with held(folder):
+            open_run(Request(run_dir=folder), small(text))
+    open_run(Request(run_dir=folder), small(text))
+    with pytest.raises(RunError, match="add --resume to go on with that run"):
+        open_run(Request(run_dir=folder), small(text, "train.steps=7"))
+    with held(folder), pytest.raises(RunError, match="another run"), held(folder):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused(text, tmp_path):
+    """Below a file: named, with the way on."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match=r"file/run cannot be written \(Not a directory\)"):
+        open_run(Request(run_dir=tmp_path / "file/run"), small(text))
+
+
+def test_a_folder_inside_the_data_is_refused(text, tmp_path, monkeypatch):
+    """What a run writes would be data; hidden folders are not read, so they are free."""
+    monkeypatch.chdir(tmp_path)
+    config = small(Path())
+    for request in (Request(), Request(run_dir=Path("a/b"))):
+        with pytest.raises(RunError, match=r"is inside data\.path \., so that what it writes"):
+            open_run(request, config)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    open_run(Request(run_dir=Path(".runs/b")), config)
+
+
+def test_data_is_checked_before_a_folder_is_made(text, tmp_path):
+    """Tokens of either part beyond the vocabulary, and too little text."""
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / f"texts/{name}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / f"texts/{name}.txt").write_text("plain " * 40)
+    config = small(tmp_path / "texts", "model.vocab=128", "data.val_fraction=0.1")
+    validation = feed(config, {"dp": 0}).validation
+    (tmp_path / "texts" / validation.names[0]).write_text("\u00e9 " * 40)
+    wrong = {
+        "the validation part has token id 195": config,
+        "tokens and one window needs": small(text, "model.seq_len=4000"),
+    }
+    for message, refused in wrong.items():
+        with pytest.raises(DataError, match=message):
+            open_run(Request(run_dir=tmp_path / "run"), refused)
+    assert not (tmp_path / "run").exists()
 
 
 def test_resume_needs_a_folder_and_tells_the_newest(text, tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def _check_file(folder: Path, name: str, index: Index) -> None:
         problem = "was altered after it was written (its hash differs)"
     else:
         return
-    raise CheckpointError(f"{path} {problem}: resume from another checkpoint")
+    raise CheckpointError(f"{path} {problem}: delete {folder} to resume from another checkpoint")
 
 
 def _read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -172,11 +173,13 @@ def _train(request: Request, config: Config, peers: Peers, stop: Stop) -> None:
     """The run, with its progress on rank 0."""
     from mfun.cli.progress import follow
     from mfun.train import loop
+    from mfun.train.lifecycle import held
 
     config, folder = _agree(request, config, peers)
-    job = loop.job(config, peers, folder, stop)
-    state = loop.begin(job)
-    follow(job, state, Console(soft_wrap=True, highlight=False, quiet=not peers.first))
+    with held(folder) if peers.first else nullcontext():
+        job = loop.job(config, peers, folder, stop)
+        state = loop.begin(job)
+        follow(job, state, Console(soft_wrap=True, highlight=False, quiet=not peers.first))
 
 
 def _agree(request: Request, config: Config, peers: Peers) -> tuple[Config, Path]:

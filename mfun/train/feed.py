@@ -75,18 +75,28 @@ def open_data(config: Config) -> tuple[Corpus, Corpus]:
     Raises: DataError for no text, another hash than `data.hash`, too little text for a window, or
         a token that `model.vocab` has no row for.
     """
-    corpus = data.load(config.data.path)
-    data.check_hash(corpus, config.data.hash)
-    model = config.model
-    parts = data.split(corpus, config.data.val_fraction, at_least=model.seq_len + 1)
-    data.check_corpus(parts[0], seq_len=model.seq_len, vocab=model.vocab)
-    return parts
+    return _parts(config, data.load(config.data.path))
 
 
 def with_hash(config: Config) -> Config:
-    """The configuration with the hash of the data it names."""
-    digest = data.load(config.data.path).hash
-    return attrs.evolve(config, data=attrs.evolve(config.data, hash=digest))
+    """The configuration with the hash of the data it names.
+
+    Raises: DataError as `open_data`.
+    """
+    corpus = data.load(config.data.path)
+    _parts(config, corpus)
+    return attrs.evolve(config, data=attrs.evolve(config.data, hash=corpus.hash))
+
+
+def _parts(config: Config, corpus: Corpus) -> tuple[Corpus, Corpus]:
+    data.check_hash(corpus, config.data.hash)
+    model = config.model
+    parts = data.split(corpus, config.data.val_fraction, at_least=model.seq_len + 1)
+    names = ("training", "validation")
+    for part, name in zip(parts, names, strict=True):
+        if name == "training" or data.windows(part, model.seq_len):
+            data.check_corpus(part, seq_len=model.seq_len, vocab=model.vocab, part=name)
+    return parts
 
 
 def feed(config: Config, coords: Mapping[str, int], device: torch.device | str = "cpu") -> Feed:

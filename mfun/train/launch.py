@@ -29,11 +29,10 @@ from mfun.config import ConfigError
 from mfun.mesh import Mesh
 from mfun.train.failure import REPORTS, Failure, first_failure, place_text, read_reports
 from mfun.train.ranks import threads
+from mfun.train.stop import SAVING_S
 
 LAUNCHED = "MFUN_LAUNCHED"
 """Environment variable that tells a rank that it ends with the process that started it."""
-SAVING_S = 600
-"""Seconds that ranks have to save after a signal."""
 
 
 class RanksFailed(RuntimeError):
@@ -87,7 +86,10 @@ def start(mesh: Mesh, arguments: Sequence[str], program: Sequence[str] = ("-m", 
 
 def _port() -> int:
     """0 for any free port, or MASTER_PORT if it is set and free."""
-    port = int(os.environ.get("MASTER_PORT", 0))
+    asked = os.environ.get("MASTER_PORT") or "0"
+    port = int(asked) if asked.isascii() and asked.isdigit() else -1
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"MASTER_PORT is {asked!r}; give a number below 65536, or unset it.")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

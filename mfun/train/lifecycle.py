@@ -6,11 +6,15 @@ runs/tiny-20250131-120000/
     validation.jsonl  one object a validation loss
     checkpoints/      step-XXXXXXXX/, safetensors and a JSON index
     loss.png          at the end
+    .lock             held by the run that writes
 """
 
 from __future__ import annotations
 
+import fcntl
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from mfun.train.feed import with_hash
 
 RUNS = Path("runs")
 """Where run folders are made, below the current folder."""
+LOCK = ".lock"
 FREE = {
     *("data.path", "data.hash"),
     *(f"train.{key}" for key in ("steps", "eval_every", "eval_batches", "checkpoint_every")),
@@ -93,7 +98,7 @@ def _stored(request: Request) -> Config | None:
         _refuse_used(request.run_dir)
         return None
     if file.is_file():
-        return cfg.from_toml(file.read_text(encoding="utf-8"), str(file))
+        return cfg.from_file(file)
     _refuse_used(request.run_dir)
     return None
 
@@ -106,7 +111,7 @@ def _newest() -> str:
 def _refuse_used(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise RunError(f"--run-dir {folder} is a file; name a folder")
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
         known = (folder / "config.toml").is_file()
         hint = "add --resume to go on with that run, or " if known else ""
         raise RunError(f"--run-dir {folder} is not empty; {hint}name another folder")
@@ -144,14 +149,63 @@ def open_run(request: Request, config: Config) -> tuple[Config, Path]:
     """Make the folder and write the configuration with the data's hash; only one process does.
 
     Returns: the configuration as written, and the folder.
+
+    Raises:
+        DataError: the data is not what the configuration says; nothing was written.
+        RunError: the folder cannot be written, is in use, or is part of the data.
     """
-    config = config if config.data.hash else with_hash(config)
-    folder = request.run_dir or _new_folder(request.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / ".config.toml.tmp"
-    draft.write_text(cfg.to_toml(config), encoding="utf-8")
-    draft.replace(folder / "config.toml")
+    folder, file = request.run_dir or RUNS, "config.toml"
+    if config.data.hash and (folder / file).is_file() and cfg.from_file(folder / file) == config:
+        return config, folder
+    _refuse_in_data(folder, config)
+    config = with_hash(config)
+    try:
+        folder = request.run_dir or _new_folder(request.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with held(folder):
+            if not request.resume:
+                _refuse_used(folder)
+            draft = folder / f".{file}.tmp"
+            draft.write_text(cfg.to_toml(config), encoding="utf-8")
+            draft.replace(folder / file)
+    except OSError as error:
+        raise RunError(
+            f"the run's folder {folder} cannot be written ({error.strerror}); name another by "
+            "--run-dir"
+        ) from error
     return config, folder
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Be the only run that writes in a folder, until the end of this or of the process.
+
+    Raises: RunError if another run is.
+    """
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another run is writing in {folder}; wait for its end, or name another folder by "
+                "--run-dir"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def _refuse_in_data(folder: Path, config: Config) -> None:
+    """What a run writes must not be part of what it learns from."""
+    for given in map(Path, config.data.path):
+        root, inner = given.expanduser().resolve(), folder.resolve()
+        if not inner.is_relative_to(root):
+            continue
+        if not any(part.startswith(".") for part in inner.relative_to(root).parts):
+            raise RunError(
+                f"the run's folder {folder} is inside data.path {given}, so that what it writes "
+                "would become data; name a folder elsewhere by --run-dir"
+            )
 
 
 def _new_folder(name: str) -> Path:
@@ -175,4 +229,4 @@ def find_run(folder: Path) -> Config:
     file = folder / "config.toml"
     if not file.is_file():
         raise RunError(f"{folder} is not a run's folder: it has no config.toml{_newest()}")
-    return cfg.from_toml(file.read_text(encoding="utf-8"), str(file))
+    return cfg.from_file(file)

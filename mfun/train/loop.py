@@ -6,6 +6,7 @@ metrics file. Its state is the `State` alone, so a run that is resumed computes 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from mfun.config import Config
 from mfun.grads import needed_groups
 from mfun.train import metrics, saving
 from mfun.train.feed import Feed, feed
+from mfun.train.lifecycle import RunError
 from mfun.train.plan import Plan, plan
 from mfun.train.ranks import Peers, Place
 from mfun.train.replicas import check_replicas
@@ -193,9 +195,20 @@ def _advance(job: Job, state: State) -> tuple[State, Record]:
     job.stop.pace(seconds)
     record = _record(state, done, seconds, _stopped(job))
     _write(job, record)
-    return state, record._replace(
-        val_loss=_evaluate(job, record), saved=_save(job, record), state=state
-    )
+    _refuse_non_finite(record)
+    record = record._replace(val_loss=_evaluate(job, record), saved=_save(job, record))
+    job.stop.pace(seconds)
+    return state, record
+
+
+def _refuse_non_finite(record: Record) -> None:
+    """After such a step every weight is lost; a checkpoint of it would push out a good one."""
+    if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+        raise RunError(
+            f"loss is {record.loss} and grad_norm {record.grad_norm}, so training ends and nothing "
+            "of this step is saved; start a new run with a lower optim.lr, a longer optim.warmup "
+            "or a smaller optim.clip"
+        )
 
 
 def _stopped(job: Job) -> str | None:
@@ -240,6 +253,7 @@ def _evaluate(job: Job, record: Record) -> float | None:
         return None
     if not _due(train.eval_every, record, train.steps):
         return None
+    job.stop.pace(train.eval_batches * record.step_ms / 1000)
     loss = finish(job.trainer.evaluate(record.state, job.feed.evaluation()))
     if job.folder and job.peers.first:
         row = {"step": record.step, "val_loss": loss}
@@ -254,4 +268,5 @@ def _save(job: Job, record: Record) -> Path | None:
         return None
     if not record.stopped and not _due(train.checkpoint_every, record, train.steps):
         return None
+    job.stop.saving()
     return saving.save(job.trainer, record.state, job.folder, job.peers)

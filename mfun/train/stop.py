@@ -20,6 +20,8 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C; torchrun, SLURM and kill; the end of a session; SLURM's early warning."""
 PATIENCE_S = 10.0
+SAVING_S = 600
+"""Seconds that ranks have to save."""
 
 
 def _end(status: int) -> None:
@@ -46,7 +48,7 @@ class Stop:
         self._parent = os.getppid() if parent else None
         self.patience, self._end = patience, end
         self._heard: tuple[signal.Signals, float] | None = None
-        self._settled = False
+        self._settled, self._moved = False, 0.0
         self._old: dict[int, Any] = {}
 
     @property
@@ -55,8 +57,12 @@ class Stop:
         return self._heard[0].name if self._heard else None
 
     def pace(self, step_s: float) -> None:
-        """The loop runs, and a step takes so long: a slow one is waited for."""
-        self.patience = max(PATIENCE_S, 3 * step_s)
+        """The loop runs, and what it does next takes so long: a slow step is waited for."""
+        self.patience, self._moved = max(PATIENCE_S, 3 * step_s), time.monotonic()
+
+    def saving(self) -> None:
+        """The loop writes a checkpoint, which is not cut short."""
+        self.patience, self._moved = SAVING_S, time.monotonic()
 
     def settle(self) -> None:
         """All ranks know and are on their way out: no more deadline."""
@@ -110,7 +116,7 @@ class Stop:
             self._end(1)
         if self._heard and not self._settled:
             number, since = self._heard
-            if time.monotonic() - since > self.patience:
+            if time.monotonic() - max(since, self._moved) > self.patience:
                 self._end(128 + number)
 
 
