@@ -337,7 +337,7 @@ def test_free_messages_are_never_exposed(case):
         (lambda: Costs(B=float("nan")), "cost B is nan"),
         (
             lambda: Costs(F=cast(Any, [1, 2])),
-            "cost F is a list: give a number, or a tuple per slice",
+            "cost F is a list: give a number, or a tup",
         ),
         (lambda: Costs(latency=-1), "cost latency is -1, but a message takes 0 or more"),
         (lambda: Costs(transfer=float("nan")), "cost transfer is nan"),
