@@ -76,7 +76,7 @@ def test_1f1b_orders_written_by_hand():
 def test_none_and_forward_only_orders():
     """Without a pipeline each backward follows its forward; evaluation has forwards alone."""
     assert list(none(0, Sizes(1, 3))) == [F(0), B(0), F(1), B(1), F(2), B(2)]
-    assert list(forward_only(1, Sizes(2, 3))) == [F(0), F(1), F(2)]
+    assert list(forward_only(1, Sizes(2, 3), Placement(2))) == [F(0), F(1), F(2)]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_messages_by_hand():
 
 def test_messages_of_one_stage_stay_in_place():
     """One stage has no messages, whatever its chunks; a second chunk of two stages wraps around."""
-    assert list(with_p2p([F(0), F(0, 1)], 0, Placement(1, 2))) == [F(0), F(0, 1)]
-    first = list(with_p2p([F(0), F(0, 1)], 0, Placement(2, 2)))
-    assert first == [
+    assert with_p2p([[F(0), F(0, 1)]], Placement(1, 2)) == ((F(0), F(0, 1)),)
+    first, _ = with_p2p([[F(0), F(0, 1)]] * 2, Placement(2, 2))
+    assert first == (
         *(F(0), Send(0, to=1, kind="act", peer=1)),
         *(Recv(0, to=2, kind="act", peer=1), F(0, 1), Send(0, to=3, kind="act", peer=1)),
-    ]
+    )
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -5,11 +5,14 @@
 
 from mfun.schedule.check import check, find, plan
 from mfun.schedule.clock import Event, Flight, Timing, simulate_time
+from mfun.schedule.dual import dualpipe, dualpipev
 from mfun.schedule.generators import forward_only, gpipe, none, one_f_one_b
+from mfun.schedule.looped import interleaved, looped_bfs
+from mfun.schedule.messages import with_p2p
 from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, ScheduleError, Send, Tag, W
 from mfun.schedule.rendezvous import rendezvous
 from mfun.schedule.sizes import Costs, Sizes
-from mfun.schedule.streams import Placement, batches, gives, needs, with_p2p
+from mfun.schedule.streams import Placement, batches, gives, needs
 from mfun.schedule.table import SCHEDULES, Schedule
 from mfun.schedule.timeline import bubble, events, grid, makespan, timeline
 
@@ -36,12 +39,16 @@ __all__ = [
     "batches",
     "bubble",
     "check",
+    "dualpipe",
+    "dualpipev",
     "events",
     "find",
     "forward_only",
     "gives",
     "gpipe",
     "grid",
+    "interleaved",
+    "looped_bfs",
     "makespan",
     "needs",
     "none",

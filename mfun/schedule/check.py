@@ -15,10 +15,11 @@ from itertools import zip_longest
 import attrs
 
 from mfun.schedule.generators import forward_only as forwards
+from mfun.schedule.messages import with_p2p
 from mfun.schedule.ops import B, Compute, F, I, Op, Recv, ScheduleError, Send, Tag, W, tag_text
 from mfun.schedule.rendezvous import rendezvous, stuck_grid
 from mfun.schedule.sizes import Costs, Sizes
-from mfun.schedule.streams import Placement, gives, needs, source, with_p2p
+from mfun.schedule.streams import Placement, gives, needs, source
 from mfun.schedule.table import SCHEDULES, Schedule
 
 
@@ -217,8 +218,8 @@ def check(
     Raises:
       ScheduleError: the stage, the ops and their neighbours; for a deadlock, the stuck stages.
     Example:
-      >>> place, sizes = Placement(2), Sizes(2, 3)
-      >>> streams = [list(with_p2p(SCHEDULES["1f1b"].ops(s, sizes), s, place)) for s in range(2)]
+      >>> ops, sizes = SCHEDULES["1f1b"].ops, Sizes(2, 3)
+      >>> streams = with_p2p([ops(stage, sizes) for stage in range(2)], Placement(2))
       >>> check(streams, in_flight=[2, 1])
       >>> early = [streams[0], [streams[1][0], streams[1][2], streams[1][1], *streams[1][3:]]]
       >>> check(early)
@@ -287,10 +288,11 @@ def plan(
     row = find(schedule)
     sizes = Sizes(stages, microbatches, chunks, group, costs, memory)
     place = row.place(sizes)
-    generate = forwards if forward_only else row.ops
-    streams = tuple(
-        tuple(with_p2p(generate(stage, sizes), stage, place)) for stage in range(stages)
-    )
+    computes = [
+        forwards(stage, sizes, place) if forward_only else row.ops(stage, sizes)
+        for stage in range(stages)
+    ]
+    streams = with_p2p(computes, place, costs)
     bounds = [row.in_flight(stage, sizes) for stage in range(stages)]
     check(streams, forward_only, microbatches=microbatches, place=place, in_flight=bounds)
     return streams

@@ -1,7 +1,7 @@
 """Schedules: each is a short generator of one stage's compute ops, and a row of `table.SCHEDULES`.
 
 A generator takes `(stage, sizes)` and yields the compute ops in the order in which that stage runs
-them. Messages are not its business: `streams.with_p2p` inserts them.
+them. Messages are not its business: `messages.with_p2p` inserts them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from mfun.schedule.ops import B, Compute, F
 from mfun.schedule.sizes import Sizes
+from mfun.schedule.streams import Placement
 
 
 def none(stage: int, sizes: Sizes) -> Iterator[Compute]:
@@ -71,14 +72,36 @@ def one_f_one_b(stage: int, sizes: Sizes) -> Iterator[Compute]:
     yield from map(B, range(microbatches - warmup, microbatches))
 
 
-def forward_only(stage: int, sizes: Sizes) -> Iterator[Compute]:
-    """Forwards in microbatch order, for evaluation and sampling: the same with every schedule.
+def forward_only(stage: int, sizes: Sizes, place: Placement) -> Iterator[Compute]:
+    """All forwards, for evaluation and sampling: the same with every schedule of one placement.
+
+    In a loop a group of as many microbatches as stages goes through one chunk before the next, so
+    that no stage waits. In a wave a microbatch follows the one before it at a distance of `chunks`:
+    stage s runs slice i of microbatch k at time chunks * k + i.
 
     Args:
       stage: this stage, 0-based.
       sizes: of the pipeline.
+      place: where virtual stages are.
     Example:
-      >>> list(forward_only(1, Sizes(2, 3)))
+      >>> list(forward_only(1, Sizes(2, 3), Placement(2)))
       [F0, F1, F2]
+      >>> list(forward_only(0, Sizes(2, 3, chunks=2), Placement(2, 2)))
+      [F0, F1, F0.1, F1.1, F2, F2.1]
+      >>> list(forward_only(0, Sizes(2, 3, chunks=2), Placement(2, 2, wave=True)))
+      [F0, F1, F0.1, F2, F1.1, F2.1]
     """
-    yield from map(F, range(sizes.microbatches))
+
+    def turn(op: Compute) -> tuple[int, int]:
+        if not place.wave:
+            return op.mb // place.stages, op.chunk
+        virtual = place.virtual(stage, op.chunk)
+        nth = op.mb - place.microbatches(op.chunk, sizes.microbatches).start
+        return place.chunks * nth + place.slice(virtual), -op.chunk
+
+    ops = (
+        F(mb, chunk)
+        for chunk in range(place.chunks)
+        for mb in place.microbatches(chunk, sizes.microbatches)
+    )
+    yield from sorted(ops, key=turn)

@@ -1,4 +1,4 @@
-"""Stream transformers, and what each op needs from and gives to other virtual stages.
+"""Where virtual stages live, and what each op needs from and gives to others.
 
 `needs` and `gives` are the whole data flow of a pipeline. `with_p2p` turns them into messages,
 `check` verifies a stream against them; an op of a new kind is a new row in both.
@@ -9,7 +9,7 @@ op waits for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -145,32 +145,6 @@ def source(tag: Tag, place: Placement) -> int:
     return place.stage(to - 1 if kind == "act" else to + 1)
 
 
-def with_p2p(ops: Iterable[Compute], stage: int, place: Placement) -> Iterator[Op]:
-    """Insert the receive before and the send after each compute op that has one.
-
-    A message whose two ends are the same stage is handed over in place and gets no op.
-
-    Args:
-      ops: one stage's compute ops.
-      stage: that stage, 0-based.
-      place: where virtual stages are.
-    Returns: the stream with `Send` and `Recv`.
-    Example:
-      >>> list(with_p2p([F(0), B(0)], 0, Placement(stages=2)))
-      [F0, Send(act0>1), Recv(grad0>0), B0]
-
-    Source: Megatron-LM core/pipeline_parallel/p2p_communication.py.
-    """
-    for op in ops:
-        virtual = place.virtual(stage, op.chunk)
-        taken, made = needs(op, virtual, place), gives(op, virtual, place)
-        if taken and (peer := source(taken, place)) != stage:
-            yield Recv(taken[1], taken[2], taken[0], peer)
-        yield op
-        if made and (peer := place.stage(made[2])) != stage:
-            yield Send(made[1], made[2], made[0], peer)
-
-
 def batches(ops: Sequence[Op]) -> Iterator[Compute | tuple[Message, ...]]:
     """A stream as it runs: compute ops, and between them batches of messages posted together.
 
@@ -178,7 +152,8 @@ def batches(ops: Sequence[Op]) -> Iterator[Compute | tuple[Message, ...]]:
       ops: one stage's stream.
     Returns: each compute op by itself, each run of consecutive messages as one tuple.
     Example:
-      >>> list(batches(list(with_p2p([F(0), B(0)], 0, Placement(2)))))
+      >>> act, grad = Send(0, to=1, kind="act", peer=1), Recv(0, to=0, kind="grad", peer=1)
+      >>> list(batches([F(0), act, grad, B(0)]))
       [F0, (Send(act0>1), Recv(grad0>0)), B0]
     """
     batch: list[Message] = []

@@ -7,7 +7,9 @@ from types import MappingProxyType
 
 import attrs
 
+from mfun.schedule.dual import dualpipe, dualpipe_in_flight, dualpipev, dualpipev_in_flight
 from mfun.schedule.generators import gpipe, none, one_f_one_b
+from mfun.schedule.looped import interleaved, looped_bfs, refuse_group, warmup
 from mfun.schedule.ops import Compute, ScheduleError
 from mfun.schedule.sizes import Sizes
 from mfun.schedule.streams import Placement
@@ -69,6 +71,16 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             Schedule("none", none, lambda stage, sizes: 1, refuse=_refuse_none),
             Schedule("gpipe", gpipe, lambda stage, sizes: sizes.microbatches),
             Schedule("1f1b", one_f_one_b, lambda s, n: min(n.stages - s, n.microbatches)),
+            Schedule(
+                "interleaved",
+                interleaved,
+                lambda s, n: min(warmup(s, n) + 1, n.microbatches * n.chunks),
+                chunks=0,
+                refuse=refuse_group,
+            ),
+            Schedule("looped_bfs", looped_bfs, lambda s, n: n.microbatches * n.chunks, chunks=0),
+            Schedule("dualpipev", dualpipev, dualpipev_in_flight, chunks=2, wave=True),
+            Schedule("dualpipe", dualpipe, dualpipe_in_flight, chunks=2, wave=True, replicas=2),
         )
     }
 )
