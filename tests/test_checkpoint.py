@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -112,6 +114,26 @@ def test_awkward_tensors_survive_bitwise_and_take_only_their_own_bytes(tmp_path)
     data = sum(t.numel() * t.element_size() for t in tensors.values())
     header = struct.unpack("<Q", path.read_bytes()[:8])[0]
     assert path.stat().st_size == 8 + header + data
+
+
+def test_whoever_may_read_the_folder_may_read_its_files(tmp_path):
+    """The umask decides for all of them alike."""
+    before = os.umask(0o027)
+    try:
+        folder = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o640}
+
+
+def test_a_failed_write_names_its_file(tmp_path):
+    """The system's own error for a full disk has no name in it."""
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: .*index\.json"):
+        Disk().write(tmp_path / "index.json", full)
 
 
 def test_scalars_step_config_come_back(tmp_path):

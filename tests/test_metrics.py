@@ -40,6 +40,15 @@ def test_lines_are_plain_json_with_the_promised_keys(tmp_path):
     assert metrics.read(tmp_path) == [ROW, {"step": 1, "val_loss": 5.25}]
 
 
+def test_a_file_that_takes_no_more_is_named(tmp_path):
+    """A full disk, and a folder that is gone."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl cannot be written \(No space left"):
+        metrics.append(tmp_path, ROW)
+    with pytest.raises(MetricsError, match=r"gone/metrics\.jsonl cannot be written"):
+        metrics.append(tmp_path / "gone", ROW)
+
+
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
 
 

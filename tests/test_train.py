@@ -320,6 +320,11 @@ def test_a_folder_that_cannot_be_made_is_refused(text, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunError, match=r"file/run cannot be written \(Not a directory\)"):
         open_run(Request(run_dir=tmp_path / "file/run"), small(text))
+    with (
+        pytest.raises(RunError, match=r"gone cannot be written \(No such"),
+        held(tmp_path / "gone"),
+    ):
+        pass
 
 
 def test_a_folder_inside_the_data_is_refused(text, tmp_path, monkeypatch):
@@ -527,12 +532,14 @@ def test_the_activation_formula_is_near_what_is_kept(overrides, text):
 
     from mfun import rng
     from mfun.pipeline import executor
+    from mfun.schedule import F
 
     program = job.trainer._program(state)
     key = rng.key(0, "dropout", 0) if config.model.dropout else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        pulls = executor._forward(program, {}, batch, key)
-    assert len(pulls) == 2 and sum(kept.values()) == pytest.approx(
+        back = executor._Backward(job.trainer.buffers(state.params), program.paths())
+        executor._forward(program, F(0), {}, batch, key, back)
+    assert len(back.pulls) == len(program.stage.layers) and sum(kept.values()) == pytest.approx(
         kept_bytes(job.plan, 0), rel=0.25
     )
 

@@ -34,7 +34,11 @@ class Disk:
     def write(self, path: Path, writer: Callable[[Path], object]) -> None:
         """Let `writer` write a file, then bring it to the disk."""
         self.before("write", path)
-        writer(path)
+        try:
+            writer(path)
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a full disk does not say which
+            raise
         self.sync(path)
 
     def sync(self, path: Path) -> None:

@@ -156,6 +156,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise CheckpointError(f"{name} is not a dense tensor, and only those can be saved")
     try:
         save_file({name: _dense(value) for name, value in tensors.items()}, path)
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read
     except SafetensorError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
 

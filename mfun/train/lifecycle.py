@@ -169,20 +169,28 @@ def open_run(request: Request, config: Config) -> tuple[Config, Path]:
             draft.write_text(cfg.to_toml(config), encoding="utf-8")
             draft.replace(folder / file)
     except OSError as error:
-        raise RunError(
-            f"the run's folder {folder} cannot be written ({error.strerror}); name another by "
-            "--run-dir"
-        ) from error
+        raise _unwritable(folder, error) from error
     return config, folder
+
+
+def _unwritable(folder: Path, error: OSError) -> RunError:
+    return RunError(
+        f"the run's folder {folder} cannot be written ({error.strerror}); make room or set its "
+        "permissions, or name another by --run-dir"
+    )
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Be the only run that writes in a folder, until the end of this or of the process.
 
-    Raises: RunError if another run is.
+    Raises: RunError if another run is, or if the folder cannot be written.
     """
-    with (folder / LOCK).open("a") as file:
+    try:
+        file = (folder / LOCK).open("a")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -41,16 +41,24 @@ def append(run_dir: Path, row: Mapping[str, Any], name: str = TRAINING) -> None:
         row: `step` and any of the others: numbers, text, booleans, None; NaN and infinities too.
         name: of the file.
 
-    Raises: MetricsError naming the key of a value that JSON does not have.
+    Raises: MetricsError naming the key of a value that JSON does not have, or the file that takes
+        no more.
     """
     line = json.dumps({key: _to_json(key, value) for key, value in row.items()}) + "\n"
-    handle = os.open(metrics_file(run_dir, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    path, written = metrics_file(run_dir, name), 0
     try:
-        written = os.write(handle, line.encode())
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            written = os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise MetricsError(
+            f"{path} cannot be written ({error.strerror}): make room or set its permissions, then "
+            "resume"
+        ) from error
     if written < len(line.encode()):
-        raise MetricsError(f"{metrics_file(run_dir, name)} takes no more text: is the disk full?")
+        raise MetricsError(f"{path} takes no more text: is the disk full?")
 
 
 def _to_json(key: str, value: Any) -> Any:
