@@ -42,6 +42,7 @@ DATA = train("dp=2 global_batch=6")  # unequal microbatches
 MICROBATCH = train("dp=2 global_batch=6 loss_norm=microbatch")
 STAGES = train("pp=2 layers=3 microbatches=3 global_batch=3 parallel.schedule=gpipe")
 UNTIED = train("pp=2 layers=2 tied=false parallel.schedule=1f1b global_batch=3")
+PLAIN = train("pp=2 layers=2 tied=false microbatches=3 global_batch=3", "plain")
 MESH = train("tp=2 dp=3 pp=2 layers=2 order=dp-tp-pp global_batch=3 microbatches=1 tied=false")
 SMOOTH = train("tp=2 label_smoothing=0.1 z_loss=0.01")
 DROPOUT = train("tp=2 dp=2 dropout=0.2 steps=2")
@@ -688,8 +689,8 @@ NORMALISATION = (
         edit(
             "pipeline.executor:evaluate",
             (
-                "program.layer(layer, batches[mb], None)",
-                'program.layer(layer, batches[mb], Key(0, ("dropout", 0)))',
+                "program.layer(layer, batches[op.mb], None)",
+                'program.layer(layer, batches[op.mb], Key(0, ("dropout", 0)))',
             ),
         ),
         holds.evaluation,
@@ -720,7 +721,7 @@ PIPELINE = (
         "a stage reads another microbatch's labels",
         edit(
             "pipeline.executor:train_step",
-            ("_forward(program, x, batches[mb], key)", "_forward(program, x, batches[0], key)"),
+            ("_forward(program, op, x, batches[mb]", "_forward(program, op, x, batches[0]"),
         ),
         STAGES,
         "loss off",
@@ -742,24 +743,62 @@ PIPELINE = (
     ),
     Fault(
         "a stage cut drops a block",
-        edit("pipeline.stage:cut", ("for b in numbers]", "for b in numbers[:1]]")),
+        edit("pipeline.stage:cut", ("for b in part] for part", "for b in part[:1]] for part")),
         STAGES,
         r"no stage holds blocks\.",
         "uneven stages",
     ),
     Fault(
         "a stage cut repeats a block",
-        edit("pipeline.stage:cut", ("for b in numbers]", "for b in [*numbers, numbers[-1]]]")),
+        edit(
+            "pipeline.stage:cut",
+            ("for b in part] for part", "for b in [*part, part[-1]]] for part"),
+        ),
         UNTIED,
         "loss off",
         "the model is deeper than it says",
     ),
     Fault(
         "a stage runs its blocks backwards",
-        edit("pipeline.stage:cut", ("for b in numbers]", "for b in reversed(numbers)]")),
+        edit(
+            "pipeline.stage:cut", ("for b in part] for part", "for b in reversed(part)] for part")
+        ),
         STAGES,
         "loss off",
         "all parameters are there, in another order",
+    ),
+    Fault(
+        "a window's first product adds to the last window's",
+        edit("grads.buffers:GradBuffers.claim", ("int(path not in self._fresh)", "1")),
+        PLAIN,
+        "off by",
+        "main_grad not zeroed",
+    ),
+    Fault(
+        "every product replaces the one before",
+        edit("grads.buffers:GradBuffers.claim", ("int(path not in self._fresh)", "0")),
+        PLAIN,
+        "gradient off",
+        "fused accumulation with beta = 0: right with one microbatch",
+    ),
+    Fault(
+        "the head's gradient is not scaled",
+        edit(
+            "nn.weight_grads:WeightGrads.scaled", ("torch.mul(dw, by, out=view)", "view.copy_(dw)")
+        ),
+        PLAIN,
+        "gradient off",
+        "a gradient computed along with the loss, before the loss has its factor",
+    ),
+    Fault(
+        "key and value weights get one another's product",
+        edit(
+            "nn.weight_grads:WeightGrads.product",
+            ("zip(parts, columns", "zip(parts[::-1], columns"),
+        ),
+        train("vocab=17 heads=2 kv_heads=1 tied=false microbatches=2", "plain"),
+        "size|shape|gradient off",
+        "two weights multiplied as one",
     ),
     Fault(
         "recompute with another dropout key",

@@ -9,7 +9,7 @@ communication, messages. The other properties compare with arithmetic, or mfun w
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import attrs
@@ -75,6 +75,8 @@ def small(settings: str) -> Config:
 
 history = cache(reference_history)
 
+WHERE = {"mailbox": in_mailbox, "threads": in_threads, "plain": partial(in_mailbox, plain=True)}
+
 
 def train(settings: str, where: str = "mailbox") -> Property:
     """Losses, norms, gradients, parameters and replicas are those of one device."""
@@ -82,7 +84,7 @@ def train(settings: str, where: str = "mailbox") -> Property:
     def check() -> None:
         config = small(settings)
         layout = plan(config)
-        results = in_threads(layout) if where == "threads" else in_mailbox(layout)
+        results = WHERE[where](layout)
         report = judge(layout, results, history(config))
         if not report.ok:
             raise Broken("\n".join(report.notes))
@@ -395,7 +397,8 @@ def recompute_runs_twice() -> None:
             return layer._replace(apply=apply)
 
         stages = tuple(
-            attrs.evolve(stage, layers=tuple(map(counted, stage.layers))) for stage in layout.stages
+            attrs.evolve(stage, chunks=(tuple(map(counted, stage.layers)),))
+            for stage in layout.stages
         )
         in_mailbox(attrs.evolve(layout, stages=stages))
         steps = config.train.steps + 1  # the first gradients are taken twice

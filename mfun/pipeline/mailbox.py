@@ -9,12 +9,14 @@ buffer reused too early.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from mfun import tree
+from mfun.comm.groups import single_groups
 from mfun.comm.simulate import map_ranks
 from mfun.comm.world import Message, Waits
 from mfun.mesh import AxisLike, Mesh
@@ -50,22 +52,34 @@ class MailboxWorld:
         stage: this stage.
         office: shared by all stages.
         check: assert declared types at every collective.
+        plain: a stage is one rank, and its tensors have no rank dim: the code is then that of a
+            process, kernels for first derivatives included.
     """
 
-    def __init__(self, mesh: Mesh, stage: int, office: Office, *, check: bool = True) -> None:
+    def __init__(
+        self, mesh: Mesh, stage: int, office: Office, *, check: bool = True, plain: bool = False
+    ) -> None:
+        if plain and mesh.stage_size > 1:
+            raise ValueError(
+                f"plain stages are of one rank, but this mesh's have {mesh.stage_size}"
+            )
         self.mesh, self.stage, self.check = mesh, stage, check
-        self.lead = (mesh.stage_size,)
+        self.lead = () if plain else (mesh.stage_size,)
         self._office = office
         self._calls: dict[Any, int] = {}
         self._sent: list[Any] = []
 
     def lift(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Run a rank-local function for all ranks of the stage at once."""
+        if not self.lead:
+            return partial(fn, single_groups())
         return map_ranks(fn, self.mesh, check=self.check)
 
     def build(self, make: Callable[[Mapping[str, int]], Any]) -> Any:
         """The trees of this stage's ranks, stacked leaf by leaf."""
         ranks = self.mesh.stage_ranks(self.stage)
+        if not self.lead:
+            return make(self.mesh.coords(ranks[0]))
         return tree.map(lambda *xs: torch.stack(xs), *(make(self.mesh.coords(r)) for r in ranks))
 
     def all_reduce(
@@ -96,6 +110,8 @@ class MailboxWorld:
         return (*key, self._calls[key])
 
     def _within(self, x: Tensor, axes: tuple[AxisLike, ...], op: str) -> Tensor:
+        if not self.lead:
+            return x
         partition = self.mesh.stage_groups(*axes)
         out = torch.empty_like(x)
         for group in partition:
@@ -144,10 +160,12 @@ class MailboxWorld:
         self._sent.clear()
 
 
-def worlds(mesh: Mesh, office: Office | None = None, *, check: bool = True) -> list[MailboxWorld]:
+def worlds(
+    mesh: Mesh, office: Office | None = None, *, check: bool = True, plain: bool = False
+) -> list[MailboxWorld]:
     """One world per stage, sharing an office."""
     office = office or Office()
-    return [MailboxWorld(mesh, stage, office, check=check) for stage in range(mesh.pp)]
+    return [MailboxWorld(mesh, s, office, check=check, plain=plain) for s in range(mesh.pp)]
 
 
 def run(programs: Sequence[Generator[str, None, T]], office: Office | None = None) -> list[T]:

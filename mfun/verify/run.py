@@ -43,15 +43,22 @@ def program(layout: Plan, world: World) -> Generator[str, None, dict[str, Any]]:
     return {"grads": first, "params": tree.flatten(state.params), "losses": losses, "norms": norms}
 
 
-def in_mailbox(layout: Plan, *, check: bool = True) -> list[RankResult]:
-    """All ranks in this process: stages in the mailbox, the ranks of each as one vmap."""
+def in_mailbox(layout: Plan, *, check: bool = True, plain: bool = False) -> list[RankResult]:
+    """All ranks in this process: stages in the mailbox, the ranks of each as one vmap.
+
+    Args:
+        layout: what to run.
+        check: assert declared types at every collective.
+        plain: stages are of one rank and run without the vmap (`MailboxWorld`).
+    """
     office = mailbox.Office()
-    worlds = mailbox.worlds(layout.mesh, office, check=check)
+    worlds = mailbox.worlds(layout.mesh, office, check=check, plain=plain)
     done = mailbox.run([program(layout, world) for world in worlds], office)
     out = []
     for world, result in zip(worlds, done, strict=True):
         for i, rank in enumerate(layout.mesh.stage_ranks(world.stage)):
-            pick = {k: {p: x[i] for p, x in result[k].items()} for k in ("grads", "params")}
+            at = i if world.lead else ...
+            pick = {k: {p: x[at] for p, x in result[k].items()} for k in ("grads", "params")}
             coords = layout.mesh.coords(rank)
             out.append(RankResult(coords, **pick, losses=result["losses"], norms=result["norms"]))
     return out
