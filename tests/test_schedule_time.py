@@ -32,7 +32,7 @@ from mfun.schedule import (
 
 def streams_of(orders, place):
     """Compute orders of all stages, with their messages."""
-    return [list(with_p2p(ops, stage, place)) for stage, ops in enumerate(orders)]
+    return [list(ops) for ops in with_p2p(orders, place)]
 
 
 def spans(timing, stage):

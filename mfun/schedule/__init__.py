@@ -13,8 +13,11 @@ from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, ScheduleError
 from mfun.schedule.rendezvous import rendezvous
 from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.streams import Placement, batches, gives, needs
+from mfun.schedule.svg import to_svg
 from mfun.schedule.table import SCHEDULES, Schedule
 from mfun.schedule.timeline import bubble, events, grid, makespan, timeline
+from mfun.schedule.torch_csv import from_csv, to_csv
+from mfun.schedule.trace import to_trace
 
 __all__ = [
     "SCHEDULES",
@@ -44,6 +47,7 @@ __all__ = [
     "events",
     "find",
     "forward_only",
+    "from_csv",
     "gives",
     "gpipe",
     "grid",
@@ -57,5 +61,8 @@ __all__ = [
     "rendezvous",
     "simulate_time",
     "timeline",
+    "to_csv",
+    "to_svg",
+    "to_trace",
     "with_p2p",
 ]
