@@ -114,7 +114,17 @@ def test_commands_import_nothing_heavy_for_help():
         (["train", "model.layer=2"], "did you mean 'layers'?"),
         (["train", "modle.layers=2"], "did you mean 'model'?"),
         (["train", "parallel.tp=two"], "parallel.tp is 'two'; give a whole number of at least 1"),
-        (["train", "tiny", "steps"], "is not of the form section.key=value"),
+        (["train", "tiny", "stps"], "'stps' is not of the form section.key=value"),
+        (["train", "optim.lr=1e-3", "gpt2"], "'gpt2' is no setting: name the preset or file first"),
+        (["train", "optim.lr", "1e-3"], "'optim.lr' is a setting: write optim.lr=VALUE"),
+        (["train", "tiny", "steps"], "'steps' is a setting: write train.steps=VALUE"),
+        (["train", "none.toml"], "none.toml does not exist: name a TOML file or a preset: tiny"),
+        (["train", "--steps", "9"], "no option '--steps': write train.steps=VALUE"),
+        (["train", "--optim.lr=1e-3"], "no option '--optim.lr': write optim.lr=VALUE"),
+        (["train", "--global-batch=8"], "'--global-batch': write train.global_batch=VALUE"),
+        (["verify", "--schedule", "1f1b"], "parallel.schedule=VALUE or optim.schedule=VALUE"),
+        (["train", "--optim.lrr=1"], "no option '--optim.lrr': settings are section.key=VALUE"),
+        (["train", "--resum"], "No such option '--resum'. Did you mean '--resume'"),
         (["train", "--resume"], "--resume needs --run-dir"),
         (["train", "parallel.cp=2"], "context parallelism is not built yet"),
         (["train", "precision.policy=bf16"], "16-bit training is not built yet"),
@@ -229,11 +239,20 @@ def test_resume_and_refusals(tmp_path):
     assert done.exit_code == 0 and "has done 4 of train.steps = 4 steps already" in done.output
     done = mfun("train", "--run-dir", "run", "--resume", "train.steps=5")
     assert done.exit_code == 0 and "resumed after step 4" in done.output
+    assert re.search(r"^5 steps, 1 of them now, \d:\d\d of training", done.output, re.MULTILINE)
     done = mfun("train", "--run-dir", "run", "--resume", "model.layers=3")
     assert done.exit_code == 1 and "model.layers is 2 there and 3 now" in done.output
     (tmp_path / "text.txt").write_text("other text " * 100)
     done = mfun("train", "--run-dir", "run", "--resume", "train.steps=6")
     assert done.exit_code == 1 and "mfun: rank 0" in done.output and "data.hash" in done.output
+
+
+def test_devices_that_are_missing_are_told_before_a_folder_is_made(monkeypatch):
+    """Without a rank's name: no rank was started."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    done = train("parallel.tp=2", "--device", "cuda")
+    assert done.exit_code == 1 and not Path("runs").exists()
+    assert done.output.startswith("mfun: --device cuda: 2 ranks on this machine but 1 CUDA devices")
 
 
 def test_a_failure_on_one_rank_is_one_block(monkeypatch):

@@ -98,7 +98,7 @@ def test_a_key_in_the_wrong_place_is_shown_its_own() -> None:
         load(None, ["tp=2"])
     with pytest.raises(ConfigError, match=r"unknown section 'steps'.*train\.steps"):
         from_toml("steps = 3")
-    with pytest.raises(ConfigError, match=r"section\.key=value"):
+    with pytest.raises(ConfigError, match=r"write parallel\.tp=VALUE"):
         load(None, ["parallel.tp"])
     with pytest.raises(ConfigError, match="'gpt2'"):
         load("gtp2")

@@ -50,11 +50,12 @@ class Pace:
     """
 
     def __init__(self, steps: int) -> None:
-        self.left, self.spent_s = steps, 0.0
+        self.done, self.left, self.spent_s = 0, steps, 0.0
         self._recent: deque[float] = deque(maxlen=21)
 
     def add(self, record: Record) -> None:
         """Count a step."""
+        self.done += 1
         self.left -= 1
         self.spent_s += record.step_ms / 1000
         self._recent.append(record.step_ms)
@@ -133,7 +134,9 @@ def _ending(job: Job, last: Record, pace: Pace, console: Console) -> None:
             f"mfun train --run-dir {_short(job.folder)} --resume"
         )
         return
-    console.print(f"{last.step} steps, {duration(pace.spent_s)} of training, loss {last.loss:.4f}")
+    now = f", {pace.done} of them now" if pace.done < last.step else ""
+    spent = f"{duration(pace.spent_s)} of training"
+    console.print(f"{last.step} steps{now}, {spent}, loss {last.loss:.4f}")
     if job.folder is None or console.quiet:
         return
     try:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mfun import config as cfg
 from mfun.cli.text import presets_text
-from mfun.cli.words import split_words
+from mfun.cli.words import Settings, split_words
 from mfun.config import Config
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ ENVIRONMENT
 
 
 @click.command(
+    cls=Settings,
     short_help="Train a model on local ranks, under torchrun or under SLURM.",
     epilog=EPILOG,
     options_metavar="[--run-dir DIR] [--resume] [--dry]",
@@ -130,15 +131,18 @@ def _show(config: Config, here: Place | None) -> None:
 
 
 def _start_ranks(request: Request, config: Config, device: str) -> None:
-    """Make the run's folder, and let each rank resume it."""
+    """Make the run's folder, once the devices are there, and let each rank resume it."""
     from mfun.train import launch
     from mfun.train.failure import EXPECTED
     from mfun.train.lifecycle import open_run
+    from mfun.train.ranks import Place, device_of
 
+    mesh = cfg.mesh(config)
     try:
+        device_of(Place(world=mesh.world, local_world=mesh.world), device)
         config, folder = open_run(request, config)
         arguments = ["train", "--run-dir", str(folder), "--resume", "--device", device]
-        launch.start(cfg.mesh(config), arguments)
+        launch.start(mesh, arguments)
     except launch.Interrupted as error:
         click.echo(f"mfun: {error}", err=True)
         sys.exit(130)

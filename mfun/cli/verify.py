@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mfun import config as cfg
 from mfun.cli.text import axes_text
-from mfun.cli.words import split_words
+from mfun.cli.words import Settings, split_words
 from mfun.config import Config
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ EXAMPLES
 
 
 @click.command(
+    cls=Settings,
     short_help="Prove on this machine that a layout equals one device.",
     epilog=EPILOG,
     options_metavar="[--json]",

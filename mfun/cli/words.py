@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+import click
+
+from mfun.config.load import assignments
+
+
+class Settings(click.Command):
+    """A command that takes settings as words; an option that is none is shown as a setting."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The arguments, or an error that says how to write the setting."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            meant = assignments(name)
+            if not meant and "." not in name:
+                raise
+            fix = f"write {meant}" if meant else "settings are section.key=VALUE, without dashes"
+            raise click.UsageError(f"no option {name!r}: {fix}", ctx) from error
+
 
 def split_words(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """The configuration's name, if the first word is one, and the settings.

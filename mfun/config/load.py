@@ -103,17 +103,25 @@ def _source(source: str) -> Config:
     if source in PRESETS:
         return PRESETS[source]
     path = Path(source)
-    if not path.is_file():
+    if path.is_file():
+        return from_file(path)
+    if keys_called(source):
+        raise ConfigError(f"{source!r} is a setting: write {assignments(source)}")
+    if path.suffix == ".toml":
         raise ConfigError(
-            f"{source!r} is neither a preset nor a file: {did_you_mean(source, PRESETS)}"
+            f"{source} does not exist: name a TOML file or a preset: {', '.join(PRESETS)}"
         )
-    return from_file(path)
+    raise ConfigError(f"{source!r} is neither a preset nor a file: {did_you_mean(source, PRESETS)}")
 
 
 def _assignment(given: str) -> tuple[str, str, Any]:
     """Section, key and typed value of one override."""
     path, equals, value = given.partition("=")
     section, dot, key = path.partition(".")
+    if not equals and (given in PRESETS or given.endswith(".toml")):
+        raise ConfigError(f"{given!r} is no setting: name the preset or file first")
+    if not equals and keys_called(given):
+        raise ConfigError(f"{given!r} is a setting: write {assignments(given)}")
     if not equals or not dot:
         hint = f" {_hint(path, SECTIONS)}" if equals else ""
         raise ConfigError(f"override {given!r} is not of the form section.key=value.{hint}")
@@ -167,7 +175,24 @@ def _unknown(section: str | None, keys: list[str]) -> str:
     return "; ".join(f"unknown key {section}.{key}: {_hint(key, known)}" for key in keys)
 
 
+def keys_called(name: str) -> list[str]:
+    """The settings that a name may mean, with or without its section and an option's dashes.
+
+    Example:
+      >>> keys_called("--global-batch"), keys_called("optim.schedule"), keys_called("schedule")
+      (['train.global_batch'], ['optim.schedule'], ['parallel.schedule', 'optim.schedule'])
+    """
+    plain = name.lstrip("-").replace("-", "_")
+    paths = [f"{home}.{key}" for home, kind in SECTIONS.items() for key in attrs.fields_dict(kind)]
+    return [path for path in paths if plain in (path, path.partition(".")[2])]
+
+
+def assignments(name: str) -> str:
+    """How to write the settings that a name may mean: `optim.lr=VALUE`."""
+    return " or ".join(f"{path}=VALUE" for path in keys_called(name))
+
+
 def _hint(name: str, known: Iterable[str]) -> str:
     """Where an unknown name does exist, or else what is spelt like it."""
-    homes = [f"{home}.{name}" for home, kind in SECTIONS.items() if name in attrs.fields_dict(kind)]
+    homes = keys_called(name)
     return f"did you mean {' or '.join(homes)}?" if homes else did_you_mean(name, known)
