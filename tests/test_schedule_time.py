@@ -21,8 +21,8 @@ from mfun.schedule import (
     Send,
     Sizes,
     W,
-    batches,
     gpipe,
+    needs,
     one_f_one_b,
     plan,
     simulate_time,
@@ -104,15 +104,15 @@ def test_without_overlap_a_transfer_occupies_both_stages():
     assert spans(slow, 1) == {"F0": (3, 8), "F1": (9, 14), "F2": (15, 20)}
 
 
-def test_messages_of_a_batch_are_taken_as_they_come():
-    """Two receives in one batch, listed last first, without overlap: in at 3 and at 6."""
+def test_an_early_receive_holds_up_only_the_op_that_needs_it():
+    """Both receives first, last first: without overlap message 0 is in at 3, message 1 at 6."""
     streams = streams_of([[F(0), F(1)], [F(0), F(1)]], Placement(2))
     first, a, second, b = streams[1]
     streams[1] = [second, first, a, b]
     timing = simulate_time(streams, Costs(F=1, transfer=2, overlap=False))
     assert spans(timing, 0) == {"F0": (0, 1), "F1": (3, 4)}
-    assert spans(timing, 1) == {"F0": (6, 7), "F1": (7, 8)}
-    assert timing.exposed == (2, 2)
+    assert spans(timing, 1) == {"F0": (3, 4), "F1": (6, 7)}
+    assert timing.exposed == (2, 2 + 2)
 
 
 def test_split_backwards_by_hand():
@@ -201,31 +201,28 @@ class Slow:
 
     def stage(self, s, ops):
         """One stage: yields True when it has moved, False when it has to wait."""
-        for step in batches(ops):
-            if isinstance(step, tuple):
-                yield from self.exchange(s, step)
+        due = set()
+        for op in ops:
+            if type(op) is Recv:
+                due.add((op.kind == "act", op.mb, op.to))
+            elif type(op) is Send:
+                self.queues[s, op.peer].append((op.kind == "act", op.mb, op.to))
+                yield from self.occupied()
             else:
+                virtual = self.place.virtual(s, op.chunk)
+                need = (type(op) is F, op.mb, virtual)
+                if type(op) is not W and need in due:
+                    while need not in self.arrived:
+                        yield False
+                    yield from self.occupied()
                 start = self.now
-                slice = self.place.slice(self.place.virtual(s, step.chunk))
-                yield from self.wait(self.costs.of(step, slice))
-                self.log.append((s, step, start, self.now))
+                yield from self.wait(self.costs.of(op, self.place.slice(virtual)))
+                self.log.append((s, op, start, self.now))
             yield True
 
-    def exchange(self, s, batch):
-        """A batch: sends, then receives as they come."""
-        for op in batch:
-            if type(op) is Send:
-                self.queues[s, op.peer].append(op.tag)
-                if not self.costs.overlap:
-                    yield from self.wait(self.costs.transfer)
-        missing = [op.tag for op in batch if type(op) is Recv]
-        while missing:
-            here = [tag for tag in missing if tag in self.arrived]
-            for tag in here:
-                missing.remove(tag)
-                if not self.costs.overlap:
-                    yield from self.wait(self.costs.transfer)
-            yield bool(here)
+    def occupied(self):
+        """The stage moves a message itself."""
+        yield from self.wait(0 if self.costs.overlap else self.costs.transfer)
 
     def link(self, pair):
         """One directed link: takes a message at a time; each then travels by itself."""
@@ -312,6 +309,24 @@ def test_times_equal_those_of_a_time_stepped_simulator(case):
         assert timing.bubble_span[s] == last[s] - first[s] - busy[s]
 
 
+def just_in_time(ops, stage, place):
+    """The same ops with each receive right before the op that needs it."""
+    due = {op.tag: op for op in ops if isinstance(op, Recv)}
+    for op in ops:
+        if isinstance(op, F | B | I) and (tag := needs(op, place.virtual(stage, op.chunk), place)):
+            yield from [due[tag]] if tag in due else []
+        if not isinstance(op, Recv):
+            yield op
+
+
+@given(cases())
+def test_where_a_receive_stands_does_not_matter(case):
+    """Receives are posted early and waited for late."""
+    streams, costs, place = case
+    late = [list(just_in_time(ops, stage, place)) for stage, ops in enumerate(streams)]
+    assert simulate_time(late, costs, place) == simulate_time(streams, costs, place)
+
+
 @given(cases())
 def test_free_messages_are_never_exposed(case):
     """Without latency and transfer nothing is exposed, and overlap does not matter."""
@@ -355,6 +370,15 @@ def test_a_message_that_nobody_sends_is_named():
     streams = [list(ops) for ops in plan("gpipe", 2, 2)]
     streams[0] = [op for op in streams[0] if str(op) != "Send(act1>1)"]
     with pytest.raises(ScheduleError, match=r"^messages are never sent: .*stage 1 for act1>1$"):
+        simulate_time(streams)
+
+
+def test_a_placement_that_is_not_the_streams_is_refused():
+    """A wave read as looped would drop what its ops wait for."""
+    place = Placement(2, 2, wave=True)
+    streams = streams_of([[F(0), F(0, 1), B(0, 1), B(0)]] * 2, place)
+    simulate_time(streams, place=place)
+    with pytest.raises(ScheduleError, match=r"stage 0 receives act0>3, but no op needs it: name"):
         simulate_time(streams)
 
 

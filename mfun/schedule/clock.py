@@ -1,9 +1,11 @@
 """When each op runs, by an event-driven simulation: time, idle time, memory, messages.
 
-An op starts when its stage is free and the messages received before it have arrived. A message is
+An op starts when its stage is free and the message it needs has arrived, wherever before it the
+`Recv` stands: receives are posted early and waited for late, as the executor does. A message is
 handed over when the op before its `Send` has ended; messages of one directed link leave one after
 the other, `transfer` apart, and arrive `latency` later. Where messages do not overlap with
-computation, a stage is also occupied for `transfer` by each message it sends or takes.
+computation, a stage is also occupied for `transfer` by each message that it sends, right after it
+was made, and by each that it takes, right before it is used.
 
 The result does not depend on the order in which stages are looked at: a stage's times follow from
 its own stream and the arrivals it waits for. So one pass over a work list is enough, linear in
@@ -17,9 +19,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from mfun.schedule.ops import Compute, F, I, Message, Op, Recv, ScheduleError, Send, Tag, tag_text
+from mfun.schedule.ops import Compute, F, I, Kind, Op, Recv, ScheduleError, Send, Tag, tag_text
 from mfun.schedule.sizes import Costs
-from mfun.schedule.streams import Placement, batches
+from mfun.schedule.streams import Placement, needs
 
 
 @attrs.frozen
@@ -34,7 +36,7 @@ class Event:
 
 @attrs.frozen
 class Flight:
-    """One message between two stages: made by its sender, on its link from start, usable at end."""
+    """One message: made by its sender, on its link from start, usable by its receiver at end."""
 
     tag: Tag
     source: int
@@ -86,11 +88,13 @@ class Timing:
 class _Stage:
     """One stage's clock: where its stream is, since when it is free, what it has added up."""
 
-    steps: deque[Compute | tuple[Message, ...]]
-    awaited: list[Tag] = attrs.field(factory=list)  # of the batch it is in
+    ops: Sequence[Op]
+    at: int = 0  # in its ops
+    posted: set[Tag] = attrs.field(factory=set)  # receives whose message was not taken
+    waits: Tag | None = None
     free: float = 0  # no op starts earlier
     ended: float = 0  # its last op
-    made: float = 0  # the last of what it has taken since that op
+    made: float = 0  # what the next op needs
     first: float | None = None
     busy: float = 0
     exposed: float = 0
@@ -116,61 +120,81 @@ class _Clock:
 
     def __init__(self, streams: Sequence[Sequence[Op]], costs: Costs, place: Placement) -> None:
         self.costs, self.place = costs, place
-        self.stages = [_Stage(deque(batches(ops))) for ops in streams]
+        self.stages = [_Stage(ops) for ops in streams]
         self.links: dict[tuple[int, int], float] = {}  # directed: when it is free
         self.flights: dict[Tag, Flight] = {}
         self.events: list[Event] = []
-        self.known: dict[tuple[int, type[Compute], int], float] = {}  # costs
+        self.known: dict[tuple[int, type[Compute], int], tuple[float, Kind | None, int]] = {}
 
-    def advance(self, at: int) -> set[int]:
+    def advance(self, index: int) -> set[int]:
         """Run a stage until it waits or ends; returns the stages that it may have woken."""
-        stage, woken = self.stages[at], set[int]()
-        while (not stage.awaited or self.taken(stage)) and stage.steps:
-            step = stage.steps.popleft()
-            if isinstance(step, tuple):
-                woken |= self.post(at, step)
-            else:
-                self.compute(at, step)
+        stage, woken = self.stages[index], set[int]()
+        while stage.at < len(stage.ops):
+            op = stage.ops[stage.at]
+            if isinstance(op, Recv):
+                stage.posted.add(op.tag)
+            elif isinstance(op, Send):
+                self.send(index, op)
+                woken.add(op.peer)
+            elif not self.compute(index, op):
+                break
+            stage.at += 1
         return woken
 
-    def compute(self, at: int, op: Compute) -> None:
-        """Run an op."""
-        key = (at, type(op), op.chunk)
-        if (cost := self.known.get(key)) is None:
-            slice = self.place.slice(self.place.virtual(at, op.chunk))
-            cost = self.known[key] = self.costs.of(op, slice)
-        start = self.stages[at].run(op, cost)
-        self.events.append(Event(at, op, start, start + cost))
-
-    def post(self, at: int, batch: Sequence[Message]) -> set[int]:
-        """Hand over a batch's sends, and wait for its receives."""
-        stage = self.stages[at]
-        stage.awaited = [message.tag for message in batch if isinstance(message, Recv)]
-        sends = [message for message in batch if isinstance(message, Send)]
-        for message in sends:
-            link = (at, message.peer)
-            start = max(stage.free, self.links.get(link, 0))
-            self.links[link] = gone = start + self.costs.transfer
-            end = gone + self.costs.latency
-            self.flights[message.tag] = Flight(message.tag, *link, stage.ended, start, end)
-            if not self.costs.overlap:
-                stage.free = gone
-        return {message.peer for message in sends}
-
-    def taken(self, stage: _Stage) -> bool:
-        """Take the awaited messages, if all have been sent; has the stage what it waits for?"""
-        flights = [self.flights[tag] for tag in stage.awaited if tag in self.flights]
-        if len(flights) < len(stage.awaited):
+    def compute(self, index: int, op: Compute) -> bool:
+        """Run an op, unless its message has not been sent."""
+        cost, kind, virtual = self.facts(index, op)
+        stage = self.stages[index]
+        stage.waits = (kind, op.mb, virtual) if kind else None
+        if stage.waits in stage.posted and not self.take(stage, stage.waits):
             return False
-        for flight in sorted(flights, key=_by_start) if len(flights) > 1 else flights:
-            stage.made = max(stage.made, flight.made)
-            if self.costs.overlap:
-                stage.free = max(stage.free, flight.end)
-            else:
-                head = flight.start + self.costs.latency
-                stage.free = max(stage.free, head) + self.costs.transfer
-        stage.awaited = []
+        start = stage.run(op, cost)
+        self.events.append(Event(index, op, start, start + cost))
         return True
+
+    def facts(self, index: int, op: Compute) -> tuple[float, Kind | None, int]:
+        """The cost of an op, the kind of message it needs if any, and its virtual stage."""
+        key = (index, type(op), op.chunk)
+        if key not in self.known:
+            virtual = self.place.virtual(index, op.chunk)
+            need = needs(op, virtual, self.place)
+            cost = self.costs.of(op, self.place.slice(virtual))
+            self.known[key] = (cost, need and need[0], virtual)
+        return self.known[key]
+
+    def send(self, index: int, op: Send) -> None:
+        """Put a message on its link."""
+        stage, link = self.stages[index], (index, op.peer)
+        start = max(stage.free, self.links.get(link, 0))
+        self.links[link] = gone = start + self.costs.transfer
+        self.flights[op.tag] = Flight(op.tag, *link, stage.ended, start, gone + self.costs.latency)
+        if not self.costs.overlap:
+            stage.free = gone
+
+    def take(self, stage: _Stage, tag: Tag) -> bool:
+        """Wait for a message, if it has been sent."""
+        if not (flight := self.flights.get(tag)):
+            return False
+        stage.posted.discard(tag)
+        stage.made = flight.made
+        if self.costs.overlap:
+            stage.free = max(stage.free, flight.end)
+        else:
+            head = flight.start + self.costs.latency
+            stage.free = max(stage.free, head) + self.costs.transfer
+        return True
+
+    def refuse_rest(self) -> None:
+        """Refuse what waits for ever, and messages that no op has taken."""
+        waiting = {i: stage for i, stage in enumerate(self.stages) if stage.at < len(stage.ops)}
+        if texts := [f"stage {i} for {tag_text(s.waits)}" for i, s in waiting.items() if s.waits]:
+            raise ScheduleError(f"messages are never sent: {', '.join(texts)}")
+        for index, stage in enumerate(self.stages):
+            if stage.posted:
+                raise ScheduleError(
+                    f"stage {index} receives {tag_text(min(stage.posted))}, but no op needs it: "
+                    "name the placement of these streams"
+                )
 
     def timing(self) -> Timing:
         """What has been added up."""
@@ -201,7 +225,8 @@ def simulate_time(
       costs: of ops and messages; None is F = I = W = 1, B = 2, messages at once.
       place: where virtual stages are; None is looped, with as many chunks as the ops name.
     Raises:
-      ScheduleError: a stage waits for a message that nobody sends, or costs do not fit the slices.
+      ScheduleError: a stage waits for a message that nobody sends, the placement is not that of
+        the streams, or costs do not fit the slices.
     Example:
       >>> from mfun.schedule.check import plan
       >>> timing = simulate_time(plan("1f1b", stages=4, microbatches=6))
@@ -219,10 +244,7 @@ def simulate_time(
     ready = deque(range(len(streams)))
     while ready:
         ready.extend(clock.advance(ready.popleft()))
-    if hung := [(at, stage.awaited) for at, stage in enumerate(clock.stages) if stage.awaited]:
-        missing = {at: [tag for tag in tags if tag not in clock.flights] for at, tags in hung}
-        waits = [f"stage {at} for {' '.join(map(tag_text, tags))}" for at, tags in missing.items()]
-        raise ScheduleError(f"messages are never sent: {', '.join(waits)}")
+    clock.refuse_rest()
     return clock.timing()
 
 
