@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner, Result
 
+from mfun import checkpoint, tree
 from mfun import config as cfg
-from mfun import tree
 from mfun.cli import COMMANDS, main
 from mfun.cli.progress import Pace, step_text
 from mfun.cli.text import count, duration, numbers, size
@@ -219,6 +220,19 @@ def test_training_shows_progress_and_the_way_on(tmp_path):
     }
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path):
+    """As in `mfun train | head`: all steps are done and saved."""
+    words = [sys.executable, "-m", "mfun", "train", *SMALL, f"data.path={tmp_path / 'text.txt'}"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([*words, "--run-dir", "run"], stdout=writer, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == 0
+    assert list(checkpoint.saved(Path("run")))[-1] == 4
 
 
 def test_a_toml_file_is_a_configuration(tmp_path):

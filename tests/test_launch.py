@@ -11,8 +11,10 @@ import time
 import uuid
 from pathlib import Path
 
+import attrs
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mfun.checkpoint import CheckpointError
 from mfun.config import Config, ConfigError, load, mesh, resolve
@@ -31,7 +33,7 @@ from mfun.train.failure import (
 )
 from mfun.train.launch import RanksFailed
 from mfun.train.lifecycle import Request, open_run
-from mfun.train.stop import Stop
+from mfun.train.stop import SIGNALS, Stop
 
 WORKER = str(Path(__file__).with_name("train_worker.py"))
 SMALL = (
@@ -185,9 +187,32 @@ def test_a_program_that_ends_without_a_word_is_reported():
         launch.start(Mesh(dp=2), [], program=("-c", "raise SystemExit(7)"))
 
 
+def test_a_rank_that_had_to_be_killed_hung(tmp_path, monkeypatch):
+    """Long after the others lost it; at once it would be the cause, and out of memory perhaps."""
+    monkeypatch.setenv(REPORTS, str(tmp_path))
+    ended = {1: ProcessFailure(1, 123, -signal.SIGKILL, "none")}
+    for ago, told in ((30, "rank 1 (tp 0, dp 1, pp 0) failed: hung:"), (1, "killed by SIGKILL (")):
+        lost = attrs.evolve(describe(RuntimeError("gloo"), 0, ""), time=time.time() - ago)
+        report(lost)
+        assert told in launch._explain(tmp_path, ended, Mesh(dp=2))
+
+
+def test_every_signal_that_ranks_heed_is_passed_on():
+    """Whatever SLURM, a session or a person sends to the launcher."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with launch._signals():
+            for count, number in enumerate(SIGNALS, 1):
+                os.kill(os.getpid(), number)
+                assert wait_for(lambda count=count: heard == [signal.SIGTERM] * count)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_signals_and_environment_are_as_before():
     """Starting ranks leaves this process's handlers and variables alone."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = SIGNALS
     handlers, environment = [signal.getsignal(n) for n in numbers], dict(os.environ)
     launch.start(Mesh(dp=2), [], program=("-c", "pass"))
     assert [signal.getsignal(n) for n in numbers] == handlers

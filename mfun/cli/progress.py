@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,15 @@ from mfun.cli.text import count, duration, ranks_text
 from mfun.train import metrics
 from mfun.train.loop import Job, Record, train
 from mfun.train.step import State
+
+
+class Screen(Console):
+    """A console whose reader may leave, as in `mfun train | head`: the run goes on unseen."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing more; rich's own would end the process."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def follow(job: Job, state: State, console: Console) -> None:

@@ -175,7 +175,7 @@ def _be_rank(request: Request, config: Config, here: Place | None, device_name: 
 
 def _train(request: Request, config: Config, peers: Peers, stop: Stop) -> None:
     """The run, with its progress on rank 0."""
-    from mfun.cli.progress import follow
+    from mfun.cli.progress import Screen, follow
     from mfun.train import loop
     from mfun.train.lifecycle import held
 
@@ -183,7 +183,7 @@ def _train(request: Request, config: Config, peers: Peers, stop: Stop) -> None:
     with held(folder) if peers.first else nullcontext():
         job = loop.job(config, peers, folder, stop)
         state = loop.begin(job)
-        follow(job, state, Console(soft_wrap=True, highlight=False, quiet=not peers.first))
+        follow(job, state, Screen(soft_wrap=True, highlight=False, quiet=not peers.first))
 
 
 def _agree(request: Request, config: Config, peers: Peers) -> tuple[Config, Path]:

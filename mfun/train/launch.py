@@ -8,6 +8,7 @@ badly, all do; the first error comes back as an exception.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ from mfun.config import ConfigError
 from mfun.mesh import Mesh
 from mfun.train.failure import REPORTS, Failure, first_failure, place_text, read_reports
 from mfun.train.ranks import threads
-from mfun.train.stop import SAVING_S
+from mfun.train.stop import PATIENCE_S, SAVING_S, SIGNALS
 
 LAUNCHED = "MFUN_LAUNCHED"
 """Environment variable that tells a rank that it ends with the process that started it."""
@@ -117,20 +118,26 @@ def _explain(reports: Path, ended: Mapping[int, ProcessFailure], mesh: Mesh) -> 
     """The first error as text, from the ranks' reports and how their processes ended."""
     failures, _ = read_reports(reports)
     told = {failure.rank for failure in failures}
-    silent = [_silent(rank, end, mesh) for rank, end in ended.items() if rank not in told]
+    asked = min((failure.time for failure in failures), default=math.inf)
+    silent = [_silent(rank, end, mesh, asked) for rank, end in ended.items() if rank not in told]
     killed = [failure for failure in silent if failure is not None]
     first = first_failure(failures, killed)
     return first.block() if first else f"ranks {sorted(ended)} ended without saying why"
 
 
-def _silent(rank: int, end: ProcessFailure, mesh: Mesh) -> Failure | None:
-    """A rank that left no report: killed, or dead in C++. None if we ended it ourselves."""
+def _silent(rank: int, end: ProcessFailure, mesh: Mesh, asked: float) -> Failure | None:
+    """A rank that left no report: killed, hung, or dead in C++. None if it ended when asked to.
+
+    `asked` is when another rank first failed, and torchrun asked all to end.
+    """
     if end.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return None
     if end.exitcode < 0:
         name = signal.Signals(-end.exitcode).name
         memory = " (out of memory?)" if name == "SIGKILL" else ""
         error = f"killed by {name}{memory}"
+        if end.timestamp - asked > PATIENCE_S:
+            error = "hung: the others lost it, and it had to be killed because it did not end"
     else:
         error = f"ended with exit code {end.exitcode} before it could say why"
     return Failure(
@@ -182,7 +189,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Turn Ctrl-C and a lost session into SIGTERM, which torchrun's agent passes on to ranks."""
+    """Turn every signal that ranks heed into SIGTERM, which torchrun's agent passes on to them."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -191,7 +198,7 @@ def _signals() -> Iterator[None]:
         yield
         return
     before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    for number in SIGNALS:
         before[number] = signal.getsignal(number)
         if number != signal.SIGTERM and before[number] is not signal.SIG_IGN:
             signal.signal(number, forward)
