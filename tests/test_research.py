@@ -73,16 +73,18 @@ def test_bench_runs_every_case(case):
 
 
 def test_readme_python_runs():
-    """Both Python examples of README run, and the second prints the timeline that is shown."""
+    """Python examples of README run; one prints the timeline that is shown, one trains."""
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     shown = []
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {"print": lambda x: shown.append(str(x))})
     grid = [line for line in text.splitlines() if line.startswith("stage ")]
     assert shown[0].splitlines() == grid
     assert all(line in shown[1] for line in text.splitlines() if "tied (x1" in line)
+    losses = [float(line.partition("loss ")[2]) for line in shown[2:]]
+    assert len(losses) == 3 and losses[-1] < losses[0]
 
 
 def test_readme_names_every_collective():
