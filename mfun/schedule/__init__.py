@@ -18,6 +18,7 @@ from mfun.schedule.table import SCHEDULES, Schedule
 from mfun.schedule.timeline import bubble, events, grid, makespan, timeline
 from mfun.schedule.torch_csv import from_csv, to_csv
 from mfun.schedule.trace import to_trace
+from mfun.schedule.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zbv
 
 __all__ = [
     "SCHEDULES",
@@ -64,5 +65,11 @@ __all__ = [
     "to_csv",
     "to_svg",
     "to_trace",
+    "v_half",
+    "v_min",
     "with_p2p",
+    "zb_h1",
+    "zb_h2",
+    "zb_interleaved",
+    "zbv",
 ]

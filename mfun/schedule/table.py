@@ -13,6 +13,16 @@ from mfun.schedule.looped import interleaved, looped_bfs, refuse_group, warmup
 from mfun.schedule.ops import Compute, ScheduleError
 from mfun.schedule.sizes import Sizes
 from mfun.schedule.streams import Placement
+from mfun.schedule.zero_bubble import (
+    limit,
+    refuse_memory,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_interleaved,
+    zbv,
+)
 
 Generate = Callable[[int, Sizes], Iterator[Compute]]
 
@@ -81,6 +91,18 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             Schedule("looped_bfs", looped_bfs, lambda s, n: n.microbatches * n.chunks, chunks=0),
             Schedule("dualpipev", dualpipev, dualpipev_in_flight, chunks=2, wave=True),
             Schedule("dualpipe", dualpipe, dualpipe_in_flight, chunks=2, wave=True, replicas=2),
+            Schedule("zb-h1", zb_h1, limit("zb-h1"), refuse=refuse_memory),
+            Schedule("zb-h2", zb_h2, limit("zb-h2"), refuse=refuse_memory),
+            Schedule(
+                "zb-interleaved",
+                zb_interleaved,
+                limit("zb-interleaved"),
+                chunks=0,
+                refuse=refuse_memory,
+            ),
+            Schedule("zbv", zbv, limit("zbv"), chunks=2, wave=True, refuse=refuse_memory),
+            Schedule("v-half", v_half, limit("v-half"), chunks=2, wave=True, refuse=refuse_memory),
+            Schedule("v-min", v_min, limit("v-min"), chunks=2, wave=True, refuse=refuse_memory),
         )
     }
 )
