@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,11 +15,11 @@ from mfun.config import Config
 from mfun.grads import Reduction, explain
 from mfun.grads import normalise as normalisation
 from mfun.mesh import FAMILIES
+from mfun.nn.layer import Layer
 from mfun.schedule import Costs, bubble, events, makespan, timeline
-from mfun.schedule import plan as plan_schedule
 from mfun.spec import ParamSpec, local_shape
-from mfun.train.memory import in_flight_microbatches, memory
-from mfun.train.plan import Plan, plan
+from mfun.train.memory import in_flight, memory
+from mfun.train.plan import Plan, plan, streams
 
 GROUPS_SHOWN = 4
 BUCKETS_SHOWN = 4
@@ -56,10 +56,8 @@ def mesh_lines(layout: Plan) -> Iterator[str]:
     mesh = layout.mesh
     yield f"{ranks_text(layout.config)}, numbered {mesh.order}"
     for stage, ranks in zip(layout.stages, map(mesh.stage_ranks, range(mesh.pp)), strict=True):
-        blocks = cfg.stage_layers(layout.config)[stage.index]
-        names = ["embedding"] * stage.first + [f"blocks {numbers(blocks)}"] * bool(blocks)
-        names += ["head"] * stage.last
-        yield f"stage {stage.index}: ranks {numbers(ranks)}: {', '.join(names)}"
+        names = [_layers_text(chunk) for chunk in stage.chunks]
+        yield f"stage {stage.index}: ranks {numbers(ranks)}: {' and '.join(names)}"
     seen: set[Any] = set()
     for name, axes in FAMILIES.items():
         groups = mesh.groups(*axes)
@@ -108,6 +106,15 @@ def gradient_lines(layout: Plan) -> Iterator[str]:
             yield f"  and {len(grads.buckets) - BUCKETS_SHOWN} more"
 
 
+def _layers_text(layers: Sequence[Layer]) -> str:
+    """What a chunk holds: `embedding, blocks 0-3`."""
+    blocks = [int(x.name.removeprefix("blocks.")) for x in layers if x.name.startswith("blocks.")]
+    names = ["embedding"] * any(x.name == "embed" for x in layers)
+    names += [f"blocks {numbers(blocks)}"] * bool(blocks)
+    names += ["head"] * any(x.name == "head" for x in layers)
+    return ", ".join(names) or "no layers"
+
+
 def _over(row: Reduction) -> str:
     axes = ", ".join(map(str, row.axes))
     stages = f"stages {numbers(row.joined)}" if row.joined else ""
@@ -128,7 +135,7 @@ def stream_lines(layout: Plan) -> Iterator[str]:
     drawn = min(len(sizes), max(2 * stages + 2, COLUMNS // 6 - stages))
     if drawn < len(sizes):
         yield f"drawn with {drawn} microbatches:"
-    yield from timeline(plan_schedule(name, stages, drawn)).splitlines()
+    yield from timeline(streams(config, drawn)).splitlines()
 
 
 def memory_lines(layout: Plan) -> Iterator[str]:
@@ -168,7 +175,7 @@ def distinct_stages(layout: Plan) -> list[list[int]]:
     """Stages with equal parameters, place and activations in flight, together."""
     found: dict[Any, list[int]] = {}
     for stage in layout.stages:
-        blocks = len(cfg.stage_layers(layout.config)[stage.index])
-        flight = in_flight_microbatches(layout.config, stage.index)
+        blocks = tuple(len(chunk) for chunk in stage.chunks)
+        flight = max(in_flight(layout, stage.index))
         found.setdefault((blocks, flight, stage.first, stage.last), []).append(stage.index)
     return list(found.values())

@@ -5,8 +5,16 @@ from __future__ import annotations
 from mfun.config.checks import check
 from mfun.config.fields import ConfigError
 from mfun.config.flops import ModelFlops, flops_per_token
-from mfun.config.layout import mesh, microbatch_sizes, resolve, schedule_name, stage_layers
+from mfun.config.layout import mesh, microbatch_sizes, resolve
 from mfun.config.load import from_file, from_toml, load, override, to_toml
+from mfun.config.pipeline import (
+    chunk_count,
+    schedule,
+    schedule_name,
+    slice_costs,
+    slice_count,
+    stage_layers,
+)
 from mfun.config.presets import DEFAULT, PRESETS
 from mfun.config.sections import (
     SECTIONS,
@@ -33,6 +41,7 @@ __all__ = [
     "PrecisionConfig",
     "TrainConfig",
     "check",
+    "chunk_count",
     "flops_per_token",
     "from_file",
     "from_toml",
@@ -41,7 +50,10 @@ __all__ = [
     "microbatch_sizes",
     "override",
     "resolve",
+    "schedule",
     "schedule_name",
+    "slice_costs",
+    "slice_count",
     "stage_layers",
     "to_toml",
 ]

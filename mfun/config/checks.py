@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mfun.config.fields import ConfigError
+from mfun.config.pipeline import chunk_count, schedule_name, slice_count
 from mfun.config.sections import Config
+from mfun.schedule import SCHEDULES, ScheduleError, Sizes
 
 
 def check(config: Config) -> None:
@@ -29,18 +31,12 @@ def check(config: Config) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def stage_count(config: Config) -> int:
-    """Virtual stages: pipeline stages times the chunks each holds."""
-    return config.parallel.pp * config.parallel.chunks
-
-
 def _unbuilt(config: Config) -> Iterator[str]:
     parallel = config.parallel
     rows = [
         ("parallel.cp", parallel.cp, 1, "context parallelism"),
         ("parallel.ep", parallel.ep, 1, "expert parallelism"),
         ("parallel.etp", parallel.etp, (0, parallel.tp), "tensor parallelism inside experts"),
-        ("parallel.chunks", parallel.chunks, 1, "several chunks a stage"),
         ("parallel.sharding", parallel.sharding, "no_shard", "sharding over dp"),
         ("parallel.overlap", parallel.overlap, False, "overlapped communication"),
         ("precision.policy", config.precision.policy, ("fp32", "fp64"), "16-bit training"),
@@ -122,24 +118,28 @@ def _positions(config: Config) -> Iterator[str]:
 
 
 def _stages(config: Config) -> Iterator[str]:
-    parallel, layers, stages = config.parallel, config.model.layers, stage_count(config)
+    parallel, layers, slices = config.parallel, config.model.layers, slice_count(config)
+    row, counted = SCHEDULES[schedule_name(config)], chunk_count(config)
     custom = parallel.layers_per_stage
-    if custom and (len(custom) != stages or sum(custom) != layers):
+    product = "parallel.pp" if counted == 1 else f"parallel.pp * {counted} chunks"
+    if row.replicas > 1:
+        product += f" / {row.replicas} replicas"
+    if custom and (len(custom) != slices or sum(custom) != layers):
         yield (
             f"parallel.layers_per_stage {list(custom)} has {len(custom)} stages and {sum(custom)} "
-            f"blocks, but there are {stages} stages (parallel.pp * parallel.chunks) and "
-            f"model.layers is {layers}; give {stages} numbers whose sum is {layers}."
+            f"blocks, but there are {slices} slices ({product}) and "
+            f"model.layers is {layers}; give {slices} numbers whose sum is {layers}."
         )
-    if not custom and layers < stages:
+    if not custom and layers < slices:
         yield (
-            f"model.layers is {layers} but there are {stages} stages (parallel.pp * "
-            "parallel.chunks); use fewer stages, or allow empty ones by parallel.layers_per_stage."
+            f"model.layers is {layers} but there are {slices} slices of the model ({product}); "
+            "use fewer stages or chunks, or allow empty ones by parallel.layers_per_stage."
         )
-    if parallel.schedule == "none" and parallel.pp > 1:
-        yield (
-            f"parallel.schedule is none but parallel.pp is {parallel.pp}; "
-            "use 1f1b, gpipe or auto, or parallel.pp=1."
-        )
+        return
+    try:
+        row.place(Sizes(parallel.pp, config.train.microbatches, counted, parallel.microbatch_group))
+    except ScheduleError as error:
+        yield f"parallel.schedule={row.name} with parallel.pp={parallel.pp}: {error}."
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""What a configuration means in integers: the mesh, each stage's blocks, each microbatch's size."""
+"""What a configuration means in integers: the mesh and each microbatch's size."""
 
 from __future__ import annotations
 
 import attrs
 
-from mfun.config.checks import check, stage_count
+from mfun.config.checks import check
 from mfun.config.fields import ConfigError
 from mfun.config.sections import Config
 from mfun.mesh import Mesh
@@ -70,38 +70,6 @@ def resolve(config: Config, world: int | None) -> Config:
     check(resolved)
     mesh(resolved)
     return resolved
-
-
-def schedule_name(config: Config) -> str:
-    """The pipeline schedule that runs, with ``auto`` decided by the number of stages."""
-    asked = config.parallel.schedule
-    return asked if asked != "auto" else "none" if config.parallel.pp == 1 else "1f1b"
-
-
-def stage_layers(config: Config) -> tuple[tuple[int, ...], ...]:
-    """Block indices of each pipeline stage: together 0 .. layers-1, each once and in order.
-
-    ``parallel.layers_per_stage`` decides if given. Otherwise sizes differ by at most one, and the
-    larger stages are those between, the later first: the first stage also has the embedding and
-    the last, which gets an extra block after all others, the head.
-
-    Raises:
-      ConfigError: custom sizes that do not fit, or more stages than blocks.
-
-    Example:
-      >>> from mfun.config import Config, ModelConfig, ParallelConfig
-      >>> stage_layers(Config(model=ModelConfig(layers=5), parallel=ParallelConfig(pp=4)))
-      ((0,), (1,), (2, 3), (4,))
-    """
-    sizes = config.parallel.layers_per_stage or _even(config.model.layers, stage_count(config))
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(tuple(range(a, a + n)) for a, n in zip(starts, sizes, strict=True))
-
-
-def _even(layers: int, stages: int) -> tuple[int, ...]:
-    small, extra = divmod(layers, stages)
-    larger = [*range(stages - 2, 0, -1), 0, stages - 1][:extra]
-    return tuple(small + (stage in larger) for stage in range(stages))
 
 
 def microbatch_sizes(config: Config) -> tuple[int, ...]:

@@ -16,7 +16,22 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 Bias = Literal["none", "qkv", "all"]
-Schedule = Literal["auto", "none", "gpipe", "1f1b"]
+Schedule = Literal[
+    "auto",
+    "none",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "looped_bfs",
+    "zb_h1",
+    "zb_h2",
+    "zb_interleaved",
+    "zbv",
+    "v_half",
+    "v_min",
+    "dualpipe",
+    "dualpipev",
+]
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 Recompute = Literal["none", "full"]
 Policy = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -120,9 +135,15 @@ class ParallelConfig:
       dp: data parallel ranks; 0 fills the world.
       pp: pipeline stages.
       order: numbering of the ranks, fastest axis first.
-      chunks: model chunks a stage holds.
+      chunks: model chunks a stage holds; 0 is the schedule's own number, 2 if it has none.
       schedule: pipeline schedule; auto is none for one stage and 1f1b for more.
-      layers_per_stage: blocks of each stage; empty spreads them evenly.
+      microbatch_group: microbatches that go through one chunk before the next (interleaved); 0 is
+        ``pp``.
+      in_flight: most chunks whose activations a stage keeps (zero-bubble); 0 is the schedule's own.
+      split_backward: weights' gradients apart from inputs' where the schedule says so.
+      layers_per_stage: blocks of each slice of the model; empty spreads them evenly.
+      count_embedding: the embedding counts as a block where they are spread.
+      count_loss: the head and loss likewise.
       sequence_parallel: cut norms, dropout and residuals along the sequence over ``tp``.
       sharding: what is cut over the data parallel ranks.
       overlap: communicate gradients and parameters beside computation.
@@ -139,9 +160,14 @@ class ParallelConfig:
     dp: int = whole(0)
     pp: int = whole(1, least=1)
     order: str = text("tp-cp-ep-dp-pp")
-    chunks: int = whole(1, least=1)
+    chunks: int = whole(0)
     schedule: Schedule = choice("auto", Schedule)
+    microbatch_group: int = whole(0)
+    in_flight: int = whole(0)
+    split_backward: bool = flag(True)
     layers_per_stage: tuple[int, ...] = wholes()
+    count_embedding: bool = flag(False)
+    count_loss: bool = flag(False)
     sequence_parallel: bool = flag(False)
     sharding: Sharding = choice("no_shard", Sharding)
     overlap: bool = flag(False)

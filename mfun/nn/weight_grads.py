@@ -99,6 +99,7 @@ class WeightGrads:
         view.addcmul_(dw, by) if keep else torch.mul(dw, by, out=view)
         return True
 
+    @torch.no_grad()
     def run(self) -> None:
         """Add the products that were kept, and let go of their inputs."""
         while self._kept:

@@ -111,7 +111,7 @@ class MailboxWorld:
 
     def _within(self, x: Tensor, axes: tuple[AxisLike, ...], op: str) -> Tensor:
         if not self.lead:
-            return x
+            return x.clone()  # the caller may write to the result while others still read x
         partition = self.mesh.stage_groups(*axes)
         out = torch.empty_like(x)
         for group in partition:

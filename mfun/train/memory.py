@@ -21,13 +21,14 @@ buffers of the communication library come on top.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import attrs
 
 from mfun import config as cfg
 from mfun import tree
 from mfun.config import Config
-from mfun.schedule import SCHEDULES, Sizes
+from mfun.schedule import B, F, I, Op, W
 from mfun.spec import local_shape
 from mfun.train.plan import Plan
 
@@ -38,7 +39,7 @@ class Memory:
 
     Args:
         params, grads, opt, activations: as in the module's docstring.
-        in_flight: microbatches whose activations are kept at once.
+        in_flight: chunks of microbatches whose activations are kept at once.
     """
 
     params: int
@@ -71,32 +72,42 @@ def memory(plan: Plan, stage: int) -> Memory:
     specs = tree.flatten(plan.stages[stage].specs)
     elements = sum(math.prod(local_shape(spec, plan.mesh)) for spec in specs.values())
     moments = {"adamw": 2, "sgd": 1}[config.optim.name]
-    kept = kept_bytes(plan, stage)
-    in_flight = in_flight_microbatches(config, stage)
     return Memory(
         params=elements * itemsize,
         grads=sum(buffer.numel() for buffer in plan.buffers(stage).buffers) * itemsize,
         opt=moments * elements * itemsize,
-        activations=in_flight * kept,
-        in_flight=in_flight,
+        activations=max(live_activations(plan, stage)),
+        in_flight=max(in_flight(plan, stage)),
     )
 
 
-def in_flight_microbatches(config: Config, stage: int) -> int:
-    """Microbatches that a stage has run forward and not yet backward, at most."""
-    count = len(cfg.microbatch_sizes(config))
-    return SCHEDULES[cfg.schedule_name(config)].in_flight(stage, Sizes(config.parallel.pp, count))
+def in_flight(plan: Plan, stage: int) -> list[int]:
+    """Forwards of a chunk that wait for their backward's end, after each op of a stage."""
+    return [*accumulate(_change(op) for op in plan.streams[stage])]
 
 
-def kept_bytes(plan: Plan, stage: int) -> int:
-    """Bytes that a stage keeps of one microbatch, the largest, from its forward to its backward."""
+def live_activations(plan: Plan, stage: int) -> list[int]:
+    """Bytes of activations that a stage keeps, after each op of its stream."""
+    chunks = [kept_bytes(plan, stage, chunk) for chunk in range(plan.stages[stage].place.chunks)]
+    ops = (op for op in plan.streams[stage] if isinstance(op, F | B | I | W))
+    return [*accumulate(_change(op) * chunks[op.chunk] for op in ops)]
+
+
+def _change(op: Op) -> int:
+    return 1 if isinstance(op, F) else -1 if isinstance(op, B | W) else 0
+
+
+def kept_bytes(plan: Plan, stage: int, chunk: int = 0) -> int:
+    """Bytes kept of one microbatch, the largest, from a chunk's forward to its backward."""
     config, itemsize = plan.config, plan.dtype.itemsize
     tokens = cfg.microbatch_sizes(config)[0] * config.model.seq_len
-    blocks = len(cfg.stage_layers(config)[stage])
+    place = plan.stages[stage].place
+    virtual = place.virtual(stage, chunk)
+    blocks = len(cfg.stage_layers(config)[place.slice(virtual)])
     if config.parallel.recompute == "full":
         return math.ceil(tokens * itemsize * blocks * config.model.hidden / _sequence(config))
     bytes_ = blocks * tokens * (itemsize * kept_elements(config) + mask_bytes(config))
-    if plan.stages[stage].last:
+    if place.last(virtual):
         head = tokens * 3 * config.model.hidden / _sequence(config)
         weight = -(-config.model.vocab // config.parallel.tp) * config.model.hidden
         bytes_ += itemsize * (head + weight)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import attrs
 import torch
@@ -14,10 +15,12 @@ from mfun.grads import GradBuffers, Reduction, reductions
 from mfun.mesh import Mesh
 from mfun.models.gpt import Head, gpt
 from mfun.pipeline.stage import Stage, cut
-from mfun.schedule import Op
+from mfun.schedule import B, Compute, I, Op, Sizes, W
 from mfun.schedule import plan as plan_schedule
+from mfun.schedule.table import Generate
 from mfun.spec import ParamSpec
 
+Streams = tuple[tuple[Op, ...], ...]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -37,7 +40,7 @@ class Plan:
     mesh: Mesh
     stages: tuple[Stage, ...]
     table: dict[str, Reduction]
-    streams: tuple[tuple[Op, ...], ...]
+    streams: Streams
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,13 +93,47 @@ def plan(config: Config, head: Head = "loss") -> Plan:
         (2, 4)
     """
     mesh = cfg.mesh(config)
-    stages = tuple(cut(gpt(config, head=head), cfg.stage_layers(config)))
-    microbatches = len(cfg.microbatch_sizes(config))
-    name = cfg.schedule_name(config)
+    row, sizes = cfg.schedule(config)
+    stages = tuple(cut(gpt(config, head=head), cfg.stage_layers(config), row.place(sizes)))
     return Plan(
         config=config,
         mesh=mesh,
         stages=stages,
         table=reductions([stage.specs for stage in stages], mesh),
-        streams=plan_schedule(name, mesh.pp, microbatches),
+        streams=streams(config),
     )
+
+
+def streams(config: Config, microbatches: int = 0, *, forward_only: bool = False) -> Streams:
+    """The ops of every stage, checked.
+
+    Args:
+        config: resolved.
+        microbatches: 0 is the configuration's own number.
+        forward_only: for evaluation.
+    """
+    row, sizes = cfg.schedule(config)
+    if not config.parallel.split_backward:
+        row = attrs.evolve(row, ops=_unsplit(row.ops))
+    return plan_schedule(
+        row,
+        sizes.stages,
+        microbatches or sizes.microbatches,
+        forward_only,
+        chunks=sizes.chunks,
+        group=sizes.group,
+        costs=sizes.costs,
+        memory=sizes.memory,
+    )
+
+
+@cache
+def _unsplit(ops: Generate) -> Generate:
+    """The schedule with whole backwards: B in the place of each I, and no W."""
+
+    def whole(stage: int, sizes: Sizes) -> Iterator[Compute]:
+        for op in ops(stage, sizes):
+            if not isinstance(op, W):
+                yield B(op.mb, op.chunk) if isinstance(op, I) else op
+
+    return whole

@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mfun import config as cfg
 from mfun import optim, rng, tree
 from mfun.comm.world import Message, Waits, World
 from mfun.grads import GradBuffers, finalize_steps, global_norm, seeds
 from mfun.pipeline import executor
 from mfun.pipeline.executor import Program
 from mfun.pipeline.pullback import autograd_layer, recomputed
-from mfun.schedule import plan as plan_schedule
 from mfun.spec import init_params
-from mfun.train.plan import Plan
+from mfun.train.plan import Plan, streams
 
 Batch = Mapping[str, Tensor]
 
@@ -152,9 +150,7 @@ class Trainer:
 
     def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[dict[int, Message]]:
         program = self._program(state)
-        name = cfg.schedule_name(self.plan.config)
-        streams = plan_schedule(name, self.plan.mesh.pp, len(batches), forward_only=True)
-        stream = streams[self.stage.index]
+        stream = streams(self.plan.config, len(batches), forward_only=True)[self.stage.index]
         return (yield from executor.evaluate(program, stream, batches))
 
     def _total(self, sums: Mapping[int, Tensor], scale: Sequence[Tensor]) -> Waits[Tensor]:
