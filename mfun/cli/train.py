@@ -58,7 +58,8 @@ EXAMPLES
 WHAT IT LEAVES, in the run's folder
   config.toml, metrics.jsonl, validation.jsonl, loss.png and
   checkpoints/step-XXXXXXXX/ (safetensors, index.json). Ctrl-C and SIGTERM save
-  a checkpoint and end the run; --resume goes on from there, to the bit.
+  a checkpoint and end the run, a second one ends it unsaved; --resume goes on
+  from the newest checkpoint in the layout that saved it, to the bit.
 
 \b
 ENVIRONMENT
