@@ -1,22 +1,22 @@
 """Puts the messages between the compute ops of all stages, so that they cannot get stuck.
 
-A send stands right after the op that makes the message. A receive stands before the op that uses
-it, or earlier: a channel keeps order, so what was sent before it comes before it, and a sender must
-not have to wait before its next op. This makes batches in which neighbours meet, also where both
-send to each other (interleaved, waves, two directions).
+A send stands right after the op that makes the message, a receive right before the op that uses it.
+Where that would get stuck (neighbours both in a send: interleaved, waves, two directions), the
+receive of the message made first moves up to where its stage waits anyway: the neighbours meet in
+one batch. Nothing else is received early, since that takes memory, and holds up its stage when ops
+do not take the time that they were said to.
 
-Proof that no transport gets stuck, not even one without buffers: the events of a run with the given
-costs, ordered by time, put every message at one moment, after the ops before it and before the ops
-after it on both stages. Follow that order: when a message's turn comes, both stages have reached
-the batches that contain it. `check` runs every plan, tests/test_schedule_messages.py small ones.
+Proof that no transport gets stuck, not even one without buffers: the streams are written in the
+order of such a run. A stage is written past a send only when the receive has been written, so the
+order of writing is a run; and what one run finishes, every run finishes (`rendezvous`). If nothing
+can be written and no message is open, the data flow itself has a cycle.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import groupby
-from operator import itemgetter
+from heapq import heappop, heappush
 
 import attrs
 
@@ -24,25 +24,26 @@ from mfun.schedule.ops import B, Compute, F, I, Kind, Op, Recv, Send, Tag, W
 from mfun.schedule.sizes import Costs
 from mfun.schedule.streams import Placement, gives, needs, source
 
-Start = tuple[float, int, Compute]
-"""When an op starts, and on which stage."""
-
 
 @attrs.frozen
 class _Route:
-    """What all ops of one kind and chunk take and give: kind of message and virtual stage.
+    """What all ops of one kind and chunk take and give.
 
     Args:
-      taken: None if they take nothing.
-      source: the stage that makes it.
-      given: None if they give nothing.
-      target: the stage that uses it.
+      takes: kind of message; None if they take nothing.
+      here: their virtual stage.
+      source: the stage that makes what they take.
+      gives: kind of message; None if they give nothing.
+      there: the virtual stage that uses it.
+      target: the stage of that.
       cost: of one op.
     """
 
-    taken: tuple[Kind, int] | None = None
+    takes: Kind | None = None
+    here: int = -1
     source: int = -1
-    given: tuple[Kind, int] | None = None
+    gives: Kind | None = None
+    there: int = -1
     target: int = -1
     cost: float = 1
 
@@ -57,104 +58,132 @@ def _routes(stage: int, place: Placement, costs: Costs) -> Routes:
     """A stage's routes by (type of op, chunk)."""
     routes: Routes = {}
     for chunk in range(place.chunks):
-        virtual = place.virtual(stage, chunk)
+        here = place.virtual(stage, chunk)
         for op in (F(0, chunk), B(0, chunk), I(0, chunk), W(0, chunk)):
-            taken, given = needs(op, virtual, place), gives(op, virtual, place)
+            taken, given = needs(op, here, place), gives(op, here, place)
             routes[type(op), chunk] = _Route(
-                taken and (taken[0], taken[2]),
+                taken and taken[0],
+                here,
                 source(taken, place) if taken else stage,
-                given and (given[0], given[2]),
+                given and given[0],
+                given[2] if given else -1,
                 place.stage(given[2]) if given else stage,
-                costs.of(op, place.slice(virtual)),
+                costs.of(op, place.slice(here)),
             )
     return routes
 
 
-def _starts(
-    streams: Sequence[Sequence[Compute]], routes: Sequence[Routes], delay: float
-) -> tuple[list[Start], list[Start]]:
-    """Run by data flow alone: the ops by time of start, and those that can never start."""
-    ran: list[list[Start]] = [[] for _ in streams]
-    free: list[float] = [0] * len(streams)
-    made: dict[Tag, float] = {}
-    waiting: dict[Tag, int] = {}
-    ready = deque(range(len(streams)))
-    while ready:
-        stage = ready.popleft()
-        ops, mine, route_of = streams[stage], ran[stage], routes[stage]
-        while len(mine) < len(ops):
-            op = ops[len(mine)]
-            route = route_of.get((type(op), op.chunk), _FOREIGN)
-            if route.taken:
-                tag = (route.taken[0], op.mb, route.taken[1])
-                if tag not in made:
-                    waiting[tag] = stage
-                    break
-                free[stage] = max(free[stage], made[tag])
-            mine.append((free[stage], stage, op))
-            free[stage] += route.cost
-            if route.given:
-                tag = (route.given[0], op.mb, route.given[1])
-                made[tag] = free[stage] if route.target == stage else free[stage] + delay
-                if tag in waiting:
-                    ready.append(waiting.pop(tag))
-    stuck = [(0.0, stage, op) for stage, ops in enumerate(streams) for op in ops[len(ran[stage]) :]]
-    return sorted((start for mine in ran for start in mine), key=itemgetter(0)), stuck
-
-
 class _Writer:
-    """The streams being written, and of each stage the message it has sent and nobody received."""
+    """The streams being written.
 
-    def __init__(self, routes: Sequence[Routes]) -> None:
-        self.routes = routes
-        self.streams: list[list[Op]] = [[] for _ in routes]
-        self.open: list[tuple[Tag, int] | None] = [None for _ in routes]
+    Args:
+      computes: every stage's compute ops.
+      routes: every stage's routes.
+    """
 
-    def close(self, stage: int) -> None:
+    def __init__(self, computes: Sequence[Sequence[Compute]], routes: Sequence[Routes]) -> None:
+        self.computes, self.routes = computes, routes
+        self.streams: list[list[Op]] = [[] for _ in computes]
+        self.at = [0 for _ in computes]
+        self.clock = [0.0 for _ in computes]
+        self.made: dict[Tag, float] = {}  # messages not used yet, and when they were made
+        self.awaits: list[Tag | None] = [None for _ in computes]  # what a stage's next op takes
+        self.open: list[tuple[Tag, int] | None] = [None for _ in computes]  # sent, not received
+        self.overdue: list[tuple[float, int, Tag]] = []  # heap of these, received since or not
+        self.ready = deque(range(len(computes)))
+
+    def write(self) -> None:
+        """Write every stage as far as it gets."""
+        while self.ready:
+            while self.ready:
+                self.run(self.ready.popleft())
+            self.unblock()
+
+    def run(self, stage: int) -> None:
+        """Write one stage until it lacks an input, or its last message has not been received."""
+        ops, routes, stream = self.computes[stage], self.routes[stage], self.streams[stage]
+        while self.at[stage] < len(ops):
+            op = ops[self.at[stage]]
+            route = routes.get((type(op), op.chunk), _FOREIGN)
+            taken = (route.takes, op.mb, route.here) if route.takes else None
+            self.awaits[stage] = taken
+            if taken:
+                if taken not in self.made:
+                    return
+                sent = self.open[route.source]
+                if sent and sent[0] == taken:
+                    self.receive(route.source)
+            if self.open[stage]:
+                return
+            if taken:
+                self.clock[stage] = max(self.clock[stage], self.made.pop(taken))
+            self.clock[stage] += route.cost
+            stream.append(op)
+            self.at[stage] += 1
+            self.awaits[stage] = None
+            if route.gives:
+                self.give(stage, (route.gives, op.mb, route.there), route.target)
+
+    def give(self, stage: int, tag: Tag, target: int) -> None:
+        """Hand a message over: in place, or sent, and received at once if its user is next."""
+        self.made[tag] = self.clock[stage]
+        if target == stage:
+            return
+        kind, mb, to = tag
+        self.streams[stage].append(Send(mb, to, kind, target))
+        self.open[stage] = tag, target
+        if self.awaits[target] == tag:
+            self.receive(stage)
+        else:
+            heappush(self.overdue, (self.clock[stage], stage, tag))
+
+    def receive(self, stage: int) -> None:
         """Receive what a stage has sent, where its receiver is now."""
-        if sent := self.open[stage]:
-            (kind, mb, to), target = sent
-            self.streams[target].append(Recv(mb, to, kind, stage))
-            self.open[stage] = None
-
-    def write(self, stage: int, op: Compute) -> None:
-        """An op, its receive if it was not received yet, and its send."""
-        route = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
-        if route.taken and route.source != stage:
-            sent = self.open[route.source]
-            if sent and sent[0] == (route.taken[0], op.mb, route.taken[1]):
-                self.close(route.source)
-        self.streams[stage].append(op)
-        if route.given and route.target != stage:
-            kind, to = route.given
-            self.streams[stage].append(Send(op.mb, to, kind, route.target))
-            self.open[stage] = (kind, op.mb, to), route.target
-
-    def write_stuck(self, stage: int, op: Compute) -> None:
-        """An op that never gets its input, with its receive before it, for `check` to refuse."""
-        route = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
-        if route.taken and route.source != stage:
-            self.streams[stage].append(Recv(op.mb, route.taken[1], route.taken[0], route.source))
-        self.write(stage, op)
+        sent = self.open[stage]
+        assert sent
+        (kind, mb, to), target = sent
+        self.streams[target].append(Recv(mb, to, kind, stage))
         self.open[stage] = None
+        self.ready.extend((stage, target))
+
+    def unblock(self) -> None:
+        """Every stage waits: receive the open message that was made first, if there is one."""
+        while self.overdue:
+            _, stage, tag = heappop(self.overdue)
+            sent = self.open[stage]
+            if sent and sent[0] == tag:
+                self.receive(stage)
+                return
+
+    def write_stuck(self) -> None:
+        """The ops that never get their inputs, as if they did, for `check` to refuse."""
+        for stage, ops in enumerate(self.computes):
+            for op in ops[self.at[stage] :]:
+                route = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
+                stream = self.streams[stage]
+                if route.takes and route.source != stage:
+                    stream.append(Recv(op.mb, route.here, route.takes, route.source))
+                stream.append(op)
+                if route.gives and route.target != stage:
+                    stream.append(Send(op.mb, route.there, route.gives, route.target))
 
 
 def with_p2p(
     streams: Sequence[Iterable[Compute]],
     place: Placement,
-    costs: Costs = Costs(),  # noqa: B008
+    costs: Costs = Costs(),  # noqa: B008  # frozen
 ) -> tuple[tuple[Op, ...], ...]:
     """Insert the receive before and the send after each compute op that has one.
 
     A message whose two ends are on one stage is handed over in place and gets no op. Any streams
-    whose data flow has no cycle come out without a deadlock; the rest of those that have one is
-    written as far as it goes, and `check` refuses it.
+    whose data flow has no cycle come out without a deadlock; of others, what can never run is
+    written as it stands, and `check` refuses it.
 
     Args:
       streams: every stage's compute ops.
       place: where virtual stages are.
-      costs: of the ops; they decide which messages meet in one batch.
-    Returns: the streams with `Send` and `Recv`, in time linear in the ops.
+      costs: of the ops; where stages wait for each other they decide which message comes first.
+    Returns: the streams with `Send` and `Recv`, in time about linear in the ops.
     Example:
       >>> for ops in with_p2p([[F(0), B(0)], [F(0), B(0)]], Placement(stages=2)):
       ...     print(*ops)
@@ -165,16 +194,7 @@ def with_p2p(
     Proof: at the head of this file; every interleaving in tests/test_schedule_interleavings.py.
     """
     routes = [_routes(stage, place, costs) for stage in range(len(streams))]
-    starts, stuck = _starts(list(map(list, streams)), routes, costs.latency + costs.transfer)
-    writer = _Writer(routes)
-    for _, together in groupby(starts, itemgetter(0)):
-        now = [(stage, op) for _, stage, op in together]
-        for stage, _ in now:
-            writer.close(stage)
-        for stage, op in now:
-            writer.write(stage, op)
-    for stage in range(len(streams)):
-        writer.close(stage)
-    for _, stage, op in stuck:
-        writer.write_stuck(stage, op)
+    writer = _Writer(list(map(list, streams)), routes)
+    writer.write()
+    writer.write_stuck()
     return tuple(map(tuple, writer.streams))
