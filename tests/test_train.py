@@ -248,6 +248,18 @@ def test_a_refused_resume_changes_nothing(text, tmp_path):
     assert (tmp_path / "run/config.toml").read_text() == before
 
 
+def test_damaged_checkpoints_are_not_taken_for_none(text, tmp_path):
+    """An older whole one is taken; with none left the run does not start again over its metrics."""
+    run(tmp_path, small(text), steps=4)
+    (checkpoint.step_folder(tmp_path, 4) / "index.json").unlink()
+    assert [record.step for record in run(tmp_path, small(text), steps=1)] == [3]
+    (checkpoint.step_folder(tmp_path, 2) / "index.json").write_text("{")
+    before = metrics.read(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="step-00000004 is damaged, and no"):
+        run(tmp_path, small(text))
+    assert metrics.read(tmp_path) == before
+
+
 def test_a_damaged_configuration_is_named(text, tmp_path):
     """Bytes that are no text, and a byte order mark that an editor added."""
     open_run(Request(run_dir=tmp_path / "run"), small(text))

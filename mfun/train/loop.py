@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from mfun import checkpoint
+from mfun.checkpoint import CheckpointError
 from mfun.comm import finish
 from mfun.comm.process import ProcessWorld, distribute
 from mfun.config import Config
@@ -129,10 +130,10 @@ def begin(job: Job) -> State:
     """The newest checkpoint of the run's folder, or initial weights; replicas agree to the bit.
 
     Raises:
-        CheckpointError: the checkpoint is of another layout or model.
+        CheckpointError: the checkpoint is of another layout or model, or all are damaged.
         ReplicaError: naming tensors and ranks.
     """
-    found = checkpoint.latest(job.folder) if job.folder and job.peers.first else None
+    found = _newest(job.folder) if job.folder and job.peers.first else None
     name = job.peers.share(found.name if found else "")
     if name and job.folder:
         state = saving.load(job.trainer, job.folder / "checkpoints" / name, job.peers)
@@ -144,6 +145,18 @@ def begin(job: Job) -> State:
     if job.folder and job.peers.first:
         metrics.truncate(job.folder, state.step)
     return state
+
+
+def _newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint; None only if none was ever finished."""
+    found = checkpoint.latest(folder)
+    damaged = [] if found else sorted(folder.glob("checkpoints/step-*"))
+    if damaged:
+        raise CheckpointError(
+            f"{damaged[-1]} is damaged, and no checkpoint of the run is whole; restore it, or "
+            f"delete {damaged[-1].parent} to start again from step 0"
+        )
+    return found
 
 
 def train(job: Job, state: State | None = None) -> Generator[Record, None, State]:
