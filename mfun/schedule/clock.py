@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 import attrs
 
@@ -24,8 +26,7 @@ from mfun.schedule.sizes import Costs
 from mfun.schedule.streams import Placement, needs
 
 
-@attrs.frozen
-class Event:
+class Event(NamedTuple):
     """One compute op on one stage, from start to end."""
 
     stage: int
@@ -34,8 +35,7 @@ class Event:
     end: float
 
 
-@attrs.frozen
-class Flight:
+class Flight(NamedTuple):
     """One message: made by its sender, on its link from start, usable by its receiver at end."""
 
     tag: Tag
@@ -200,8 +200,10 @@ class _Clock:
         """What has been added up."""
         makespan = max((stage.ended for stage in self.stages), default=0)
         return Timing(
-            events=tuple(sorted(self.events, key=lambda event: (event.start, event.stage))),
-            flights=tuple(sorted(self.flights.values(), key=_by_start)),
+            events=tuple(sorted(self.events, key=attrgetter("start", "stage"))),
+            flights=tuple(
+                sorted(self.flights.values(), key=attrgetter("start", "source", "target"))
+            ),
             makespan=makespan,
             busy=tuple(stage.busy for stage in self.stages),
             bubble=tuple(makespan - stage.busy for stage in self.stages),
@@ -209,10 +211,6 @@ class _Clock:
             peak_in_flight=tuple(stage.peak for stage in self.stages),
             exposed=tuple(stage.exposed for stage in self.stages),
         )
-
-
-def _by_start(flight: Flight) -> tuple[float, int, int]:
-    return flight.start, flight.source, flight.target
 
 
 def simulate_time(
