@@ -294,6 +294,12 @@ def test_samples_come_from_the_newest_checkpoint():
     assert mfun("sample", "run", "--prompt", "to be", "--tokens", "12").output == said
     other = mfun("sample", "run", "--prompt", "to be", "--tokens", "12", "--seed", "1").output
     assert other != said
+    file = checkpoint.step_folder(Path("run"), 4) / "rank-00000.safetensors"
+    contents = bytearray(file.read_bytes())
+    contents[20] ^= 1
+    file.write_bytes(contents)
+    done = mfun("sample", "run")
+    assert done.exit_code == 1 and "was altered after it was written" in done.output
     for folder in Path("run/checkpoints").iterdir():
         (folder / "index.json").unlink()
     done = mfun("sample", "run")

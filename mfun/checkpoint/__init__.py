@@ -3,7 +3,7 @@
 from mfun.checkpoint.disk import Disk
 from mfun.checkpoint.folder import clean, is_whole, latest, saved, step_folder
 from mfun.checkpoint.index import CheckpointError, Entry, File, Index, Piece, read_index
-from mfun.checkpoint.reader import Loaded, load
+from mfun.checkpoint.reader import Loaded, check_files, load
 from mfun.checkpoint.writer import save
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Index",
     "Loaded",
     "Piece",
+    "check_files",
     "clean",
     "is_whole",
     "latest",

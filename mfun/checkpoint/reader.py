@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mfun.checkpoint.disk import hash_file
-from mfun.checkpoint.index import CheckpointError, Entry, Index, file_name, read_index
+from mfun.checkpoint.index import CheckpointError, Entry, File, Index, file_name, read_index
 from mfun.checkpoint.writer import dtype_name
 
 
@@ -61,8 +61,7 @@ def load(
     index = read_index(folder)
     _check_layout(folder, index, world, layout)
     entries = _match(folder, index, rank, expected, owners or {})
-    for name in sorted({entry.file for entry in entries.values()}):
-        _check_file(folder, name, index)
+    check_files(folder, index, {entry.file for entry in entries.values()})
     tensors = _read(folder, entries, device)
     return Loaded(tensors, index.scalars, index.step, index.consumed, index.config)
 
@@ -115,8 +114,16 @@ def _match(
     return found
 
 
-def _check_file(folder: Path, name: str, index: Index) -> None:
-    path, file = folder / name, index.files[name]
+def check_files(folder: Path, index: Index, names: Iterable[str]) -> None:
+    """Refuse files of a checkpoint that are not, byte for byte, those that were written.
+
+    Raises: CheckpointError naming the first.
+    """
+    for name in sorted(names):
+        _check_file(folder / name, index.files[name])
+
+
+def _check_file(path: Path, file: File) -> None:
     size = path.stat().st_size if path.is_file() else None
     if size is None:
         problem = "is not there"
@@ -126,7 +133,9 @@ def _check_file(folder: Path, name: str, index: Index) -> None:
         problem = "was altered after it was written (its hash differs)"
     else:
         return
-    raise CheckpointError(f"{path} {problem}: delete {folder} to resume from another checkpoint")
+    raise CheckpointError(
+        f"{path} {problem}: delete {path.parent} to resume from another checkpoint"
+    )
 
 
 def _read(

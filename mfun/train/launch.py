@@ -56,7 +56,7 @@ def start(mesh: Mesh, arguments: Sequence[str], program: Sequence[str] = ("-m", 
 
     Raises:
         RanksFailed: with the first error and its rank.
-        Interrupted: a signal came before the ranks could save.
+        Interrupted: a signal ended ranks before they had saved and ended by themselves.
         ConfigError: MASTER_PORT is set and in use.
     """
     with tempfile.TemporaryDirectory(prefix="mfun-") as folder, _quiet(), _signals():
@@ -158,7 +158,7 @@ def _check_ended(reports: Path, mesh: Mesh) -> None:
     if first:
         raise RanksFailed(first.block())
     if len(ended) < mesh.world:
-        raise Interrupted("interrupted before the ranks could save")
+        raise Interrupted("interrupted before all ranks had saved and ended")
 
 
 @contextmanager

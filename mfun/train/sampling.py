@@ -51,7 +51,7 @@ def open_model(run_dir: Path) -> Model:
 
     Raises:
         RunError: the folder holds no run, or no checkpoint yet.
-        CheckpointError: the checkpoint's pieces do not make a whole model.
+        CheckpointError: the checkpoint's pieces are damaged or do not make a whole model.
     """
     find_run(run_dir)
     folder = checkpoint.latest(run_dir)
@@ -65,6 +65,9 @@ def open_model(run_dir: Path) -> Model:
     )
     layout = plan(config, head="logits")
     wanted = tree.flatten(layout.stages[0].specs)
+    names = {f"params.{path}" for path in wanted}
+    stored = {e.file for name in names for e in index.tensors.get(name, ())}
+    checkpoint.check_files(folder, index, stored)
     params = {path: whole(folder, index.tensors, f"params.{path}") for path in wanted}
     wrong = [p for p, spec in wanted.items() if tuple(params[p].shape) != spec.shape]
     if wrong:
