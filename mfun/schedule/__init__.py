@@ -12,6 +12,7 @@ from mfun.schedule.messages import with_p2p
 from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, ScheduleError, Send, Tag, W
 from mfun.schedule.rendezvous import rendezvous
 from mfun.schedule.sizes import Costs, Sizes
+from mfun.schedule.split import merge, split
 from mfun.schedule.streams import Placement, batches, gives, needs
 from mfun.schedule.svg import to_svg
 from mfun.schedule.table import SCHEDULES, Schedule
@@ -55,12 +56,14 @@ __all__ = [
     "interleaved",
     "looped_bfs",
     "makespan",
+    "merge",
     "needs",
     "none",
     "one_f_one_b",
     "plan",
     "rendezvous",
     "simulate_time",
+    "split",
     "timeline",
     "to_csv",
     "to_svg",

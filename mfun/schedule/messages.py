@@ -20,7 +20,8 @@ from heapq import heappop, heappush
 
 import attrs
 
-from mfun.schedule.ops import B, Compute, F, I, Kind, Op, Recv, Send, Tag, W
+from mfun.schedule.ops import B, Compute, F, I, Kind, Op, Recv, ScheduleError, Send, Tag, W
+from mfun.schedule.rendezvous import Stuck, stuck_grid
 from mfun.schedule.sizes import Costs
 from mfun.schedule.streams import Placement, gives, needs, source
 
@@ -155,13 +156,36 @@ class _Writer:
                 self.receive(stage)
                 return
 
+    def cycle(self) -> list[Stuck]:
+        """The stages that wait, if each waits for what an op further down some stream makes."""
+        rest = [
+            (stage, op) for stage, ops in enumerate(self.computes) for op in ops[self.at[stage] :]
+        ]
+        coming: set[Tag] = set()
+        for stage, op in rest:
+            route = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
+            if route.gives:
+                coming.add((route.gives, op.mb, route.there))
+        waiting = [(stage, tag) for stage, tag in enumerate(self.awaits) if tag]
+        if not all(tag in coming for _, tag in waiting):
+            return []
+        return [self.stuck(stage, tag) for stage, tag in waiting]
+
+    def stuck(self, stage: int, tag: Tag) -> Stuck:
+        """What a waiting stage did and waits for."""
+        op = self.computes[stage][self.at[stage]]
+        kind, mb, to = tag
+        peer = self.routes[stage][type(op), op.chunk].source
+        return Stuck(stage, tuple(self.streams[stage]), (Recv(mb, to, kind, peer),))
+
     def write_stuck(self) -> None:
         """The ops that never get their inputs, as if they did, for `check` to refuse."""
         for stage, ops in enumerate(self.computes):
             for op in ops[self.at[stage] :]:
                 route = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
                 stream = self.streams[stage]
-                if route.takes and route.source != stage:
+                had = (route.takes, op.mb, route.here) in self.made  # and received: none is open
+                if route.takes and route.source != stage and not had:
                     stream.append(Recv(op.mb, route.here, route.takes, route.source))
                 stream.append(op)
                 if route.gives and route.target != stage:
@@ -176,14 +200,16 @@ def with_p2p(
     """Insert the receive before and the send after each compute op that has one.
 
     A message whose two ends are on one stage is handed over in place and gets no op. Any streams
-    whose data flow has no cycle come out without a deadlock; of others, what can never run is
-    written as it stands, and `check` refuses it.
+    whose data flow has no cycle come out without a deadlock; where an input is missing, what can
+    never run is written as it stands, and `check` refuses it.
 
     Args:
       streams: every stage's compute ops.
       place: where virtual stages are.
       costs: of the ops; where stages wait for each other they decide which message comes first.
     Returns: the streams with `Send` and `Recv`, in time about linear in the ops.
+    Raises:
+      ScheduleError: ops wait for each other in a cycle, whatever the messages; all that wait.
     Example:
       >>> for ops in with_p2p([[F(0), B(0)], [F(0), B(0)]], Placement(stages=2)):
       ...     print(*ops)
@@ -196,5 +222,7 @@ def with_p2p(
     routes = [_routes(stage, place, costs) for stage in range(len(streams))]
     writer = _Writer(list(map(list, streams)), routes)
     writer.write()
+    if cycle := writer.cycle():
+        raise ScheduleError(f"deadlock: these stages wait for ever\n{stuck_grid(cycle)}")
     writer.write_stuck()
     return tuple(map(tuple, writer.streams))

@@ -1,0 +1,69 @@
+"""Stream transformers of the backward: `split` it into I and W, `merge` these again.
+
+Each takes a stage's compute ops and yields them changed, so they compose with every generator and
+with each other; messages are inserted afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from mfun.schedule.ops import B, Compute, I, W
+
+
+def split(ops: Iterable[Compute], delay: int = 0) -> Iterator[Compute]:
+    """Each whole backward as its two parts, the weights' after `delay` more backwards.
+
+    The input gradient can be sent before the weights' gradient is computed. A stage keeps up to
+    `delay` more activations. Weights keep the order of the backwards, and the stream's own `W`
+    theirs.
+
+    Args:
+      ops: one stage's compute ops.
+      delay: how many later backwards come first; weights that are left come at the end.
+    Example:
+      >>> from mfun.schedule.generators import one_f_one_b
+      >>> from mfun.schedule.sizes import Sizes
+      >>> list(split(one_f_one_b(1, Sizes(2, 2))))
+      [F0, I0, W0, F1, I1, W1]
+      >>> list(split(one_f_one_b(1, Sizes(2, 2)), delay=1))
+      [F0, I0, F1, I1, W0, W1]
+
+    Source: Qi et al. 2023 (arXiv 2401.10241): backward for the input and for the weights.
+    """
+    later: deque[W] = deque()
+    for op in ops:
+        if not isinstance(op, B):
+            yield op
+            continue
+        yield I(op.mb, op.chunk)
+        later.append(W(op.mb, op.chunk))
+        if len(later) > delay:
+            yield later.popleft()
+    yield from later
+
+
+def merge(ops: Iterable[Compute]) -> Iterator[Compute]:
+    """Each `I` with its `W` right after it as one whole backward, which costs one launch less.
+
+    Args:
+      ops: one stage's compute ops.
+    Example:
+      >>> from mfun.schedule.ops import F
+      >>> list(merge([F(0), I(0), W(0), F(1), I(1), F(2), W(1)]))
+      [F0, B0, F1, I1, F2, W1]
+    """
+    held: I | None = None
+    for op in ops:
+        if held and op == W(held.mb, held.chunk):
+            yield B(held.mb, held.chunk)
+            held = None
+            continue
+        if held:
+            yield held
+        held = op if isinstance(op, I) else None
+        if not held:
+            yield op
+    if held:
+        yield held
