@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import string
 from pathlib import Path
+from typing import get_args
 
 import attrs
 import pytest
@@ -31,6 +32,8 @@ from mfun.config import (
     stage_layers,
     to_toml,
 )
+from mfun.config.sections import Schedule
+from mfun.schedule import SCHEDULES
 
 FIELDS = [(section, name) for section, kind in SECTIONS.items() for name in attrs.fields_dict(kind)]
 
@@ -312,6 +315,8 @@ def test_configs_are_frozen_and_hashable() -> None:
             "rope_theta is 1|above 1",
         ),
         ("parallel.schedule=none parallel.pp=2", "schedule is none|pp is 2"),
+        ("parallel.pp=2 parallel.chunks=2", "1 chunks|chunks is 2|parallel.chunks=0"),
+        ("parallel.pp=2 parallel.schedule=zbv model.layers=3", "layers is 3|4 slices|2 chunks"),
         ("optim.lr=1e-4 optim.min_lr=1e-3", "min_lr is 0.001|lr = 0.0001"),
         ("parallel.order=tp-pp parallel.dp=2", "parallel|'dp'|add it to the order"),
         # not built yet, by name
@@ -319,7 +324,6 @@ def test_configs_are_frozen_and_hashable() -> None:
         ("parallel.ep=2 parallel.dp=2", "parallel.ep is 2|not built"),
         ("parallel.ep=3", "parallel.ep is 3|not built"),
         ("parallel.etp=2", "parallel.etp is 2|not built"),
-        ("parallel.chunks=2", "parallel.chunks is 2|not built"),
         ("parallel.sharding=optim", "parallel.sharding is optim|not built"),
         ("parallel.overlap=true", "parallel.overlap is true|not built"),
         ("precision.policy=bf16", "precision.policy is bf16|fp32 or fp64"),
@@ -429,6 +433,21 @@ def test_uneven_layers_by_hand() -> None:
     assert split(11, 4) == [3, 3, 3, 2]
     assert split(4, 1) == [4]
     assert split(3, 4, 1, 0, 2, 0) == [1, 0, 2, 0]
+
+
+def test_embedding_and_loss_count_as_blocks() -> None:
+    """8 blocks and the loss over 3 stages: 3, 3, 2; with the embedding too: 10 as 3, 4, 3."""
+    config = override(Config(), ["model.layers=8", "parallel.pp=3", "parallel.count_loss=true"])
+    assert [len(stage) for stage in stage_layers(config)] == [3, 3, 2]
+    config = override(config, ["parallel.count_embedding=true"])
+    assert [len(stage) for stage in stage_layers(config)] == [2, 4, 2]
+    config = override(config, ["model.layers=2", "parallel.pp=4"])  # standalone at both ends
+    assert [len(stage) for stage in stage_layers(config)] == [0, 1, 1, 0]
+
+
+def test_schedules_of_the_configuration_are_those_that_exist() -> None:
+    """Every name of the option is a schedule, and every schedule has its name."""
+    assert {*get_args(Schedule)} - {"auto"} == {*SCHEDULES}
 
 
 @given(layers=st.integers(1, 130), pp=st.integers(1, 40))

@@ -28,7 +28,7 @@ from mfun.schedule import (
 from mfun.schedule.looped import groups, order_table
 
 UNIT = Costs(F=1, I=1, W=1)
-MANY = ["interleaved", "looped_bfs", "dualpipev", "dualpipe"]
+MANY = ["interleaved", "looped-bfs", "dualpipev", "dualpipe"]
 LIVE = {F: 1, I: 0, B: -1, W: -1}
 
 
@@ -154,10 +154,10 @@ TABLE = [
     ("gpipe", 4, 1, 16, 9, [16] * 4),
     ("gpipe", 4, 1, 6, 9, [6] * 4),
     ("gpipe", 8, 1, 16, 21, [16] * 8),
-    ("looped_bfs", 4, 2, 8, 9, [16] * 4),
-    ("looped_bfs", 4, 2, 16, 9, [32] * 4),
-    ("looped_bfs", 4, 2, 6, 9, [12] * 4),
-    ("looped_bfs", 8, 2, 16, 21, [32] * 8),
+    ("looped-bfs", 4, 2, 8, 9, [16] * 4),
+    ("looped-bfs", 4, 2, 16, 9, [32] * 4),
+    ("looped-bfs", 4, 2, 6, 9, [12] * 4),
+    ("looped-bfs", 8, 2, 16, 21, [32] * 8),
     ("interleaved", 4, 2, 8, 9, [11, 9, 7, 5]),
     ("interleaved", 4, 2, 16, 9, [11, 9, 7, 5]),
     ("interleaved", 4, 2, 6, 9, [12, 11, 9, 7]),
@@ -177,7 +177,7 @@ def test_the_table_of_bubbles_and_peaks(name, stages, chunks, microbatches, idle
     assert peaks(plan(name, stages, microbatches, chunks=chunks)) == kept
 
 
-@pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
+@pytest.mark.parametrize("name", ["interleaved", "looped-bfs"])
 @pytest.mark.parametrize("costs", [(1, 2), (1, 1), (2, 5), (0.25, 0.5)])
 def test_bubble_of_the_looped_schedules(name, costs):
     """(p - 1)(F + B) of one chunk on every stage, for any m >= p, divisible or not."""

@@ -192,7 +192,7 @@ def test_merge_takes_only_what_stands_together():
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "looped_bfs", "dualpipe"])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "looped-bfs", "dualpipe"])
 def test_split_schedules_are_planned_like_the_rest(name, delay):
     """With `delay` more activations in the bound, any schedule runs split."""
     row = SCHEDULES[name]

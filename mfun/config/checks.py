@@ -121,25 +121,30 @@ def _stages(config: Config) -> Iterator[str]:
     parallel, layers, slices = config.parallel, config.model.layers, slice_count(config)
     row, counted = SCHEDULES[schedule_name(config)], chunk_count(config)
     custom = parallel.layers_per_stage
+    word = "stages" if counted == 1 else "slices of the model"
     product = "parallel.pp" if counted == 1 else f"parallel.pp * {counted} chunks"
     if row.replicas > 1:
         product += f" / {row.replicas} replicas"
     if custom and (len(custom) != slices or sum(custom) != layers):
         yield (
             f"parallel.layers_per_stage {list(custom)} has {len(custom)} stages and {sum(custom)} "
-            f"blocks, but there are {slices} slices ({product}) and "
+            f"blocks, but there are {slices} {word} ({product}) and "
             f"model.layers is {layers}; give {slices} numbers whose sum is {layers}."
         )
-    if not custom and layers < slices:
+    counted_ends = int(parallel.count_embedding) + int(parallel.count_loss)
+    if not custom and layers + counted_ends < slices:
         yield (
-            f"model.layers is {layers} but there are {slices} slices of the model ({product}); "
+            f"model.layers is {layers} but there are {slices} {word} ({product}); "
             "use fewer stages or chunks, or allow empty ones by parallel.layers_per_stage."
         )
         return
     try:
         row.place(Sizes(parallel.pp, config.train.microbatches, counted, parallel.microbatch_group))
     except ScheduleError as error:
-        yield f"parallel.schedule={row.name} with parallel.pp={parallel.pp}: {error}."
+        yield (
+            f"parallel.schedule is {row.name} and parallel.pp is {parallel.pp}: {error}; "
+            "change one of them (parallel.chunks=0 is the schedule's own number)."
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -88,7 +88,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
                 chunks=0,
                 refuse=refuse_group,
             ),
-            Schedule("looped_bfs", looped_bfs, lambda s, n: n.microbatches * n.chunks, chunks=0),
+            Schedule("looped-bfs", looped_bfs, lambda s, n: n.microbatches * n.chunks, chunks=0),
             Schedule("dualpipev", dualpipev, dualpipev_in_flight, chunks=2, wave=True),
             Schedule("dualpipe", dualpipe, dualpipe_in_flight, chunks=2, wave=True, replicas=2),
             Schedule("zb-h1", zb_h1, limit("zb-h1"), refuse=refuse_memory),
