@@ -9,7 +9,7 @@ import click
 import mfun
 from mfun.config.fields import did_you_mean
 
-COMMANDS = ("train", "sample", "verify")
+COMMANDS = ("train", "sample", "verify", "schedule")
 """In the order of the help."""
 
 
@@ -45,4 +45,5 @@ def main() -> None:
     mfun train --help                   presets, settings, examples
     mfun train llama3-8b --dry          shows a layout without running it
     mfun sample runs/... --prompt TEXT  shows what a run has learned
+    mfun schedule --compare             pipeline schedules side by side
     """

@@ -78,21 +78,19 @@ class Costs:
                 )
         return self
 
-    def scaled(self, by: float) -> Costs:
-        """Everything that takes time, times a number.
+    def of_share(self, share: float) -> Costs:
+        """Of a chunk that holds this share of the layers; messages are as large as before.
 
         Example:
-          >>> Costs(F=(1, 2), latency=3).scaled(2)
-          Costs(F=(2, 4), B=None, I=2, W=2, latency=6, transfer=0, overlap=True)
+          >>> Costs(F=2, W=4, transfer=1).of_share(0.5)
+          Costs(F=1.0, B=None, I=0.5, W=2.0, latency=0, transfer=1, overlap=True)
         """
         return attrs.evolve(
             self,
-            F=_times(self.F, by),
-            B=None if self.B is None else _times(self.B, by),
-            I=_times(self.I, by),
-            W=_times(self.W, by),
-            latency=self.latency * by,
-            transfer=self.transfer * by,
+            F=_times(self.F, share),
+            B=None if self.B is None else _times(self.B, share),
+            I=_times(self.I, share),
+            W=_times(self.W, share),
         )
 
 
