@@ -46,8 +46,9 @@ def _rules_h1(sizes: Sizes) -> Iterator[Rule]:
 
 def _rules_h2(sizes: Sizes) -> Iterator[Rule]:
     order = looped(sizes, lambda stage: 2 * (sizes.stages - stage - 1))
-    yield Rule(order)
     yield from _variations(order)
+    yield Rule(order)
+    yield Rule(order, patience=1)
     yield from _rules_h1(sizes)
 
 
@@ -67,10 +68,10 @@ def _rules_interleaved(sizes: Sizes) -> Iterator[Rule]:
 
 def _rules_zbv(sizes: Sizes) -> Iterator[Rule]:
     order = wave(sizes, F, I)
-    yield Rule(order)
-    yield Rule(wave(sizes, F, I, W))  # the papers'
-    yield Rule(order, patience=0.5)
     yield from _variations(order)
+    yield Rule(order)
+    yield Rule(order, patience=0.5)
+    yield Rule(wave(sizes, F, I, W))  # fixed
     yield from _free(sizes, (I, 1), (I, 0), (F, 1), (F, 0))
 
 
