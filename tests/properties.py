@@ -26,7 +26,7 @@ from mfun.grads.finalize import NORM_CHUNK, sum_of_squares
 from mfun.mesh import Mesh
 from mfun.nn.layer import Layer
 from mfun.pipeline import mailbox
-from mfun.schedule import Recv, ScheduleError, Send, check, events, makespan
+from mfun.schedule import Recv, ScheduleError, Send, check, simulate_time
 from mfun.schedule import plan as plan_schedule
 from mfun.spec import P, ParamSpec
 from mfun.train.plan import plan
@@ -440,7 +440,7 @@ def schedules() -> None:
         for count in stages:
             for microbatches in range(1, 6):
                 streams = plan_schedule.__wrapped__(name, count, microbatches)
-                ends = makespan(events(streams))
+                ends = simulate_time(streams).makespan
                 if ends != 3 * (microbatches + count - 1):
                     raise Broken(
                         f"{name}: {count} stages, {microbatches} microbatches end at {ends}"

@@ -17,15 +17,13 @@ from mfun.schedule import (
     Send,
     Sizes,
     batches,
-    bubble,
     check,
-    events,
     forward_only,
     gpipe,
-    makespan,
     none,
     one_f_one_b,
     plan,
+    simulate_time,
     timeline,
     with_p2p,
 )
@@ -193,23 +191,23 @@ def test_makespan_and_bubble_are_the_closed_forms(name, costs):
     """makespan = (m + p - 1)(F + B) and every stage idles (p - 1)(F + B)."""
     f, b = costs
     for stages, microbatches in SIZES:
-        done = events(plan(name, stages, microbatches), Costs(F=f, B=b))
-        assert makespan(done) == (microbatches + stages - 1) * (f + b)
-        assert bubble(done) == ((stages - 1) * (f + b),) * stages
+        done = simulate_time(plan(name, stages, microbatches), Costs(F=f, B=b))
+        assert done.makespan == (microbatches + stages - 1) * (f + b)
+        assert done.bubble == ((stages - 1) * (f + b),) * stages
 
 
 def test_no_pipeline_has_no_bubble():
     """One stage is always busy: microbatches * (F + B)."""
-    done = events(plan("none", 1, 5))
-    assert makespan(done) == 15
-    assert bubble(done) == (0,)
+    done = simulate_time(plan("none", 1, 5))
+    assert done.makespan == 15
+    assert done.bubble == (0,)
 
 
 @given(st.sampled_from(PIPELINES), st.integers(1, 6), st.integers(1, 8))
 def test_events_respect_order_and_data(name, stages, microbatches):
     """An event starts exactly at the later of its stage's last end and its input's end."""
     streams = plan(name, stages, microbatches)
-    when = {(e.stage, e.op): e for e in events(streams)}
+    when = {(e.stage, e.op): e for e in simulate_time(streams).events}
     for stage, ops in enumerate(streams):
         free = 0
         for op in compute(ops):
@@ -228,7 +226,7 @@ def test_the_order_inside_a_batch_does_not_matter_for_time():
     ]
     assert flipped != streams
     check(flipped)
-    assert events(flipped) == events(streams)
+    assert simulate_time(flipped) == simulate_time(streams)
 
 
 def test_events_of_a_stream_that_hangs_are_refused():
@@ -236,4 +234,4 @@ def test_events_of_a_stream_that_hangs_are_refused():
     first, *others = plan("1f1b", 3, 4)
     streams = [[op for op in first if not isinstance(op, Send)], *others]
     with pytest.raises(ScheduleError, match=r"never sent: .*stage 1 for act0>1, stage 2"):
-        events(streams)
+        simulate_time(streams)

@@ -16,7 +16,7 @@ from mfun.grads import Reduction, explain
 from mfun.grads import normalise as normalisation
 from mfun.mesh import FAMILIES
 from mfun.nn.layer import Layer
-from mfun.schedule import Costs, bubble, events, makespan, timeline
+from mfun.schedule import simulate_time, timeline
 from mfun.spec import ParamSpec, local_shape
 from mfun.train.memory import in_flight, memory
 from mfun.train.plan import Plan, plan, streams
@@ -126,8 +126,9 @@ def stream_lines(layout: Plan) -> Iterator[str]:
     """The picture of the schedule, and its bubble."""
     config, stages = layout.config, layout.mesh.pp
     name, sizes = cfg.schedule_name(config), cfg.microbatch_sizes(config)
-    happened = events(layout.streams, Costs())
-    idle = max(bubble(happened)) / makespan(happened)
+    row, given = cfg.schedule(config)
+    place = row.place(given)
+    idle = simulate_time(layout.streams, place=place).idle
     yield (
         f"{name}, {stages} stage{'s' * (stages > 1)}, {len(sizes)} microbatches of "
         f"{numbers(sorted(set(sizes)))} sequences a rank; idle {idle:.1%} if B takes twice F"
@@ -135,7 +136,7 @@ def stream_lines(layout: Plan) -> Iterator[str]:
     drawn = min(len(sizes), max(2 * stages + 2, COLUMNS // 6 - stages))
     if drawn < len(sizes):
         yield f"drawn with {drawn} microbatches:"
-    yield from timeline(streams(config, drawn)).splitlines()
+    yield from timeline(streams(config, drawn), place=place).splitlines()
 
 
 def memory_lines(layout: Plan) -> Iterator[str]:

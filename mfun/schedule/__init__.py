@@ -16,7 +16,7 @@ from mfun.schedule.split import merge, split
 from mfun.schedule.streams import Placement, batches, gives, needs
 from mfun.schedule.svg import to_svg
 from mfun.schedule.table import SCHEDULES, Schedule
-from mfun.schedule.timeline import bubble, events, grid, makespan, timeline
+from mfun.schedule.timeline import grid, timeline
 from mfun.schedule.torch_csv import from_csv, to_csv
 from mfun.schedule.trace import to_trace
 from mfun.schedule.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zbv
@@ -42,11 +42,9 @@ __all__ = [
     "Timing",
     "W",
     "batches",
-    "bubble",
     "check",
     "dualpipe",
     "dualpipev",
-    "events",
     "find",
     "forward_only",
     "from_csv",
@@ -55,7 +53,6 @@ __all__ = [
     "grid",
     "interleaved",
     "looped_bfs",
-    "makespan",
     "merge",
     "needs",
     "none",

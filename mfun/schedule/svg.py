@@ -82,7 +82,7 @@ def _scale(timing: Timing) -> _Scale:
     shortest = min((event.end - event.start for event in timing.events), default=1)
     digits = len(str(max((event.op.mb for event in timing.events), default=0)))
     whole = timing.makespan or 1
-    wanted = max(PAGE / whole, (digits * DIGIT + 2) / shortest)
+    wanted = max(PAGE / whole, (digits * DIGIT + 4) / shortest)
     return _Scale(min(wanted, WIDEST / whole, LARGEST / shortest))
 
 

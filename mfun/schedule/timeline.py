@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from mfun.schedule.clock import Event, Timing, simulate_time
+from mfun.schedule.clock import Timing, simulate_time
 from mfun.schedule.ops import Op, ScheduleError
 from mfun.schedule.sizes import Costs
 from mfun.schedule.streams import Placement
@@ -66,22 +66,3 @@ def grid(timing: Timing) -> str:
         f"stage {stage:{label}} | " + " ".join(cell.rjust(width) for cell in row)
         for stage, row in enumerate(rows)
     )
-
-
-def events(streams: Sequence[Sequence[Op]], costs: Costs | None = None) -> tuple[Event, ...]:
-    """The events of `simulate_time`."""
-    return simulate_time(streams, costs).events
-
-
-def makespan(events: Sequence[Event]) -> float:
-    """The last end."""
-    return max((event.end for event in events), default=0)
-
-
-def bubble(events: Sequence[Event]) -> tuple[float, ...]:
-    """Makespan - busy of each stage."""
-    whole = makespan(events)
-    idle = [whole] * (1 + max((event.stage for event in events), default=-1))
-    for event in events:
-        idle[event.stage] -= event.end - event.start
-    return tuple(idle)
