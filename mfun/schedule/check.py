@@ -7,135 +7,21 @@ together (no deadlock).
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import zip_longest
 
-import attrs
-
 from mfun.schedule.generators import forward_only as forwards
 from mfun.schedule.messages import with_p2p
-from mfun.schedule.ops import B, Compute, F, I, Op, Recv, ScheduleError, Send, Tag, W, tag_text
+from mfun.schedule.ops import Op, Recv, ScheduleError, Send
 from mfun.schedule.rendezvous import rendezvous, stuck_grid
 from mfun.schedule.sizes import Costs, Sizes
-from mfun.schedule.streams import Placement, gives, needs, source
+from mfun.schedule.streams import Placement
 from mfun.schedule.table import SCHEDULES, Schedule
-
-
-@attrs.define
-class _Walk:
-    """One stage's stream, op by op: what has run, what it holds, what it made and has not sent."""
-
-    stage: int
-    place: Placement
-    bound: int | None
-    ran: set[Compute] = attrs.field(factory=set)
-    received: set[Tag] = attrs.field(factory=set)
-    unsent: set[Tag] = attrs.field(factory=set)
-    excluded: set[Compute] = attrs.field(factory=set)
-    live: int = 0
-
-    def step(self, op: Op) -> str | None:
-        """Run one op; returns what is wrong with it, if anything."""
-        match op:
-            case F() | B() | I() | W():
-                return self.compute(op)
-            case Send():
-                return self.send(op)
-            case Recv():
-                return self.recv(op)
-
-    def compute(self, op: Compute) -> str | None:
-        """Once, after what it depends on, and within the memory bound."""
-        if op in self.ran:
-            return f"{op} runs twice"
-        for before in _after(op):
-            if before not in self.ran:
-                return f"{op} runs before {before}"
-        if op in self.excluded:
-            return f"{op} runs, but its backward was given by another op already"
-        virtual = self.place.virtual(self.stage, op.chunk)
-        taken = needs(op, virtual, self.place)
-        if taken and taken not in self.received:
-            return f"{op} runs before its input: no Recv({tag_text(taken)}) precedes it"
-        if taken:
-            self.received.discard(taken)
-        self.ran.add(op)
-        self.excluded.update(_instead(op))
-        self.deliver(gives(op, virtual, self.place))
-        self.live += {F: 1, I: 0}.get(type(op), -1)
-        if self.bound is not None and self.live > self.bound:
-            return f"{op} makes {self.live} in flight, above the schedule's bound of {self.bound}"
-        return None
-
-    def deliver(self, made: Tag | None) -> None:
-        """Keep an output: to be sent, or in place if its virtual stage is on this stage too."""
-        if made:
-            here = self.place.stage(made[2]) == self.stage
-            (self.received if here else self.unsent).add(made)
-
-    def send(self, op: Send) -> str | None:
-        """Only what was made and not sent yet, to the stage that uses it."""
-        if op.tag not in self.unsent:
-            return f"{op} sends what is not there: it was not made before, or is sent twice"
-        if op.peer != self.place.stage(op.to):
-            return f"{op} goes to stage {op.peer}, but stage {self.place.stage(op.to)} uses it"
-        self.unsent.discard(op.tag)
-        return None
-
-    def recv(self, op: Recv) -> str | None:
-        """Only what this stage uses, once, from the stage that makes it."""
-        if not 0 <= op.to < self.place.count or self.place.stage(op.to) != self.stage:
-            return f"{op} is for virtual stage {op.to}, which is not on this stage"
-        if op.peer != (maker := source(op.tag, self.place)):
-            return f"{op} comes from stage {op.peer}, but stage {maker} makes it"
-        chunk = self.place.chunk(op.to)
-        users = (F(op.mb, chunk),) if op.kind == "act" else (B(op.mb, chunk), I(op.mb, chunk))
-        used = [user for user in users if user in self.ran]
-        if op.tag in self.received or used:
-            return f"{op} is received twice, or after {(used or users)[0]} that uses it"
-        self.received.add(op.tag)
-        return None
-
-    def ending(self, expected: Iterable[Compute]) -> str | None:
-        """What is missing or left over when the stream ends."""
-        done = self.ran | self.excluded
-        if missing := [op for op in expected if op not in done]:
-            return f"never runs {_some(missing)}"
-        if self.unsent:
-            return f"never sends {_some(map(tag_text, sorted(self.unsent)))}"
-        if self.received:
-            return f"never uses {_some(map(tag_text, sorted(self.received)))}"
-        return None
-
-
-def _after(op: Compute) -> tuple[Compute, ...]:
-    """The ops of the same stage that must have run before."""
-    match op:
-        case F():
-            return ()
-        case B(mb, chunk) | I(mb, chunk):
-            return (F(mb, chunk),)
-        case W(mb, chunk):
-            return (I(mb, chunk),)
-
-
-def _instead(op: Compute) -> tuple[Compute, ...]:
-    """The ops that must not run when this one has: a backward is whole or split."""
-    match op:
-        case B(mb, chunk):
-            return (I(mb, chunk), W(mb, chunk))
-        case I(mb, chunk) | W(mb, chunk):
-            return (B(mb, chunk),)
-        case F():
-            return ()
-
-
-def _some(items: Iterable[object], most: int = 4) -> str:
-    """The first few of a list, as text."""
-    texts = [str(item) for item in items]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+from mfun.schedule.walk import Walk
 
 
 def _excerpt(stage: int, ops: Sequence[Op], at: int, around: int = 3) -> str:
@@ -146,22 +32,13 @@ def _excerpt(stage: int, ops: Sequence[Op], at: int, around: int = 3) -> str:
     return f"stage {stage} | {' '.join([*before, *texts, *after])}"
 
 
-def _check_stage(walk: _Walk, ops: Sequence[Op], microbatches: int, forward_only: bool) -> None:
+def _check_stage(walk: Walk, ops: Sequence[Op]) -> None:
     """Refuse a stage whose stream is incomplete, out of order, without inputs, or too large."""
-    kinds = (F,) if forward_only else (F, B, I, W)
-    expected = {
-        kind(mb, chunk): None
-        for chunk in range(walk.place.chunks)
-        for mb in walk.place.microbatches(chunk, microbatches)
-        for kind in kinds
-    }
     for at, op in enumerate(ops):
-        foreign = isinstance(op, F | B | I | W) and op not in expected
-        wrong = f"{op} is not an op of this schedule" if foreign else walk.step(op)
-        if wrong:
+        if wrong := walk.step(op):
             where = f"stage {walk.stage}, op {at}"
             raise ScheduleError(f"{where}: {wrong}\n{_excerpt(walk.stage, ops, at)}")
-    if wrong := walk.ending(expected):
+    if wrong := walk.ending():
         raise ScheduleError(f"stage {walk.stage}: the stream ends, but {wrong}")
 
 
@@ -177,24 +54,25 @@ def _check_channels(streams: Sequence[Sequence[Op]]) -> None:
                 recvs[op.peer, stage].append(op)
     for a, b in sorted({*sends, *recvs}):
         for at, (sent, taken) in enumerate(zip_longest(sends[a, b], recvs[a, b])):
-            _check_pair(a, b, at, sent, taken)
+            if sent is None or taken is None or sent.tag != taken.tag:
+                raise ScheduleError(
+                    f"message {at} from stage {a} to stage {b}: {_unmet(a, b, sent, taken)}"
+                )
 
 
-def _check_pair(a: int, b: int, at: int, sent: Send | None, taken: Recv | None) -> None:
-    """Refuse one send and receive that do not meet."""
-    where = f"message {at} from stage {a} to stage {b}"
+def _unmet(a: int, b: int, sent: Send | None, taken: Recv | None) -> str:
+    """Why a send and a receive do not meet."""
     if sent is None:
-        raise ScheduleError(f"{where}: {taken} has no send on stage {a}")
+        return f"{taken} has no send on stage {a}"
     if taken is None:
-        raise ScheduleError(f"{where}: {sent} has no receive on stage {b}")
-    if sent.tag != taken.tag:
-        raise ScheduleError(f"{where}: {sent} meets {taken}; both stages must use one order")
+        return f"{sent} has no receive on stage {b}"
+    return f"{sent} meets {taken}; both stages must use one order"
 
 
 def _microbatches(streams: Sequence[Sequence[Op]]) -> int:
     """One more than the largest microbatch of any compute op."""
     return 1 + max(
-        (op.mb for ops in streams for op in ops if isinstance(op, F | B | I | W)), default=0
+        (op.mb for ops in streams for op in ops if not isinstance(op, Send | Recv)), default=0
     )
 
 
@@ -232,7 +110,7 @@ def check(
     place = Placement(len(streams)) if place is None else place
     for stage, ops in enumerate(streams):
         bound = None if in_flight is None or forward_only else in_flight[stage]
-        _check_stage(_Walk(stage, place, bound), ops, count, forward_only)
+        _check_stage(Walk(stage, place, count, forward_only, bound), ops)
     _check_channels(streams)
     if stuck := rendezvous(streams):
         raise ScheduleError(f"deadlock: these stages wait for ever\n{stuck_grid(stuck)}")
@@ -249,6 +127,18 @@ def find(schedule: str | Schedule) -> Schedule:
     if schedule not in SCHEDULES:
         raise ScheduleError(f"schedule is {schedule!r}, but must be one of {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: it would go through a million new ops over and over, in vain."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 @lru_cache(maxsize=32)
@@ -292,7 +182,8 @@ def plan(
         forwards(stage, sizes, place) if forward_only else row.ops(stage, sizes)
         for stage in range(stages)
     ]
-    streams = with_p2p(computes, place, costs)
     bounds = [row.in_flight(stage, sizes) for stage in range(stages)]
-    check(streams, forward_only, microbatches=microbatches, place=place, in_flight=bounds)
+    with _uncollected():
+        streams = with_p2p(computes, place, costs)
+        check(streams, forward_only, microbatches=microbatches, place=place, in_flight=bounds)
     return streams

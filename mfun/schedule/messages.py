@@ -18,60 +18,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-import attrs
-
-from mfun.schedule.ops import B, Compute, F, I, Kind, Op, Recv, ScheduleError, Send, Tag, W
+from mfun.schedule.ops import B, Compute, F, I, Op, Recv, ScheduleError, Send, Tag, W
 from mfun.schedule.rendezvous import Stuck, stuck_grid
 from mfun.schedule.sizes import Costs
-from mfun.schedule.streams import Placement, gives, needs, source
+from mfun.schedule.streams import Placement, Route, routes
 
-
-@attrs.frozen
-class _Route:
-    """What all ops of one kind and chunk take and give.
-
-    Args:
-      takes: kind of message; None if they take nothing.
-      here: their virtual stage.
-      source: the stage that makes what they take.
-      gives: kind of message; None if they give nothing.
-      there: the virtual stage that uses it.
-      target: the stage of that.
-      cost: of one op.
-    """
-
-    takes: Kind | None = None
-    here: int = -1
-    source: int = -1
-    gives: Kind | None = None
-    there: int = -1
-    target: int = -1
-    cost: float = 1
-
-
-_FOREIGN = _Route()
+_FOREIGN = Route()
 """Of a chunk that the placement has not: `check` refuses the op."""
-
-Routes = dict[tuple[type[Compute], int], _Route]
-
-
-def _routes(stage: int, place: Placement, costs: Costs) -> Routes:
-    """A stage's routes by (type of op, chunk)."""
-    routes: Routes = {}
-    for chunk in range(place.chunks):
-        here = place.virtual(stage, chunk)
-        for op in (F(0, chunk), B(0, chunk), I(0, chunk), W(0, chunk)):
-            taken, given = needs(op, here, place), gives(op, here, place)
-            routes[type(op), chunk] = _Route(
-                taken and taken[0],
-                here,
-                source(taken, place) if taken else stage,
-                given and given[0],
-                given[2] if given else -1,
-                place.stage(given[2]) if given else stage,
-                costs.of(op, place.slice(here)),
-            )
-    return routes
 
 
 class _Writer:
@@ -79,11 +32,23 @@ class _Writer:
 
     Args:
       computes: every stage's compute ops.
-      routes: every stage's routes.
+      place: where virtual stages are.
+      costs: of the ops.
     """
 
-    def __init__(self, computes: Sequence[Sequence[Compute]], routes: Sequence[Routes]) -> None:
-        self.computes, self.routes = computes, routes
+    def __init__(
+        self, computes: Sequence[Sequence[Compute]], place: Placement, costs: Costs
+    ) -> None:
+        self.computes = computes
+        self.routes = [routes(stage, place) for stage in range(len(computes))]
+        self.costs = [
+            {
+                (type(op), chunk): costs.of(op, place.slice(place.virtual(stage, chunk)))
+                for chunk in range(place.chunks)
+                for op in (F(0, chunk), B(0, chunk), I(0, chunk), W(0, chunk))
+            }
+            for stage in range(len(computes))
+        ]
         self.streams: list[list[Op]] = [[] for _ in computes]
         self.at = [0 for _ in computes]
         self.clock = [0.0 for _ in computes]
@@ -102,41 +67,44 @@ class _Writer:
 
     def run(self, stage: int) -> None:
         """Write one stage until it lacks an input, or its last message has not been received."""
-        ops, routes, stream = self.computes[stage], self.routes[stage], self.streams[stage]
-        while self.at[stage] < len(ops):
-            op = ops[self.at[stage]]
-            route = routes.get((type(op), op.chunk), _FOREIGN)
+        table, costs, stream = self.routes[stage], self.costs[stage], self.streams[stage]
+        clock, made, ops, at = self.clock[stage], self.made, self.computes[stage], self.at[stage]
+        while at < len(ops):
+            op = ops[at]
+            kind = type(op), op.chunk
+            route = table.get(kind, _FOREIGN)
             taken = (route.takes, op.mb, route.here) if route.takes else None
             self.awaits[stage] = taken
             if taken:
-                if taken not in self.made:
-                    return
+                if taken not in made:
+                    break
                 sent = self.open[route.source]
                 if sent and sent[0] == taken:
                     self.receive(route.source)
             if self.open[stage]:
-                return
+                break
             if taken:
-                self.clock[stage] = max(self.clock[stage], self.made.pop(taken))
-            self.clock[stage] += route.cost
+                clock = max(clock, made.pop(taken))
+            clock += costs.get(kind, 1)
             stream.append(op)
-            self.at[stage] += 1
+            at += 1
             self.awaits[stage] = None
             if route.gives:
-                self.give(stage, (route.gives, op.mb, route.there), route.target)
+                tag = (route.gives, op.mb, route.there)
+                made[tag] = clock
+                if route.target != stage:
+                    self.send(stage, tag, route.target, clock)
+        self.clock[stage], self.at[stage] = clock, at
 
-    def give(self, stage: int, tag: Tag, target: int) -> None:
-        """Hand a message over: in place, or sent, and received at once if its user is next."""
-        self.made[tag] = self.clock[stage]
-        if target == stage:
-            return
+    def send(self, stage: int, tag: Tag, target: int, made: float) -> None:
+        """Send a message, and receive it at once if its user is next."""
         kind, mb, to = tag
         self.streams[stage].append(Send(mb, to, kind, target))
         self.open[stage] = tag, target
         if self.awaits[target] == tag:
             self.receive(stage)
         else:
-            heappush(self.overdue, (self.clock[stage], stage, tag))
+            heappush(self.overdue, (made, stage, tag))
 
     def receive(self, stage: int) -> None:
         """Receive what a stage has sent, where its receiver is now."""
@@ -219,8 +187,7 @@ def with_p2p(
     Source: Megatron-LM core/pipeline_parallel/p2p_communication.py, for the batched pairs.
     Proof: at the head of this file; every interleaving in tests/test_schedule_interleavings.py.
     """
-    routes = [_routes(stage, place, costs) for stage in range(len(streams))]
-    writer = _Writer(list(map(list, streams)), routes)
+    writer = _Writer(list(map(list, streams)), place, costs)
     writer.write()
     if cycle := writer.cycle():
         raise ScheduleError(f"deadlock: these stages wait for ever\n{stuck_grid(cycle)}")

@@ -11,15 +11,14 @@ another, so every interleaving ends in the same state.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 import attrs
 
-from mfun.schedule.ops import Message, Op, Send
-from mfun.schedule.streams import batches
+from mfun.schedule.ops import Message, Op, Recv, Send
 
-End = tuple[str, int, int]  # one end of a channel: ("send" | "recv", sender, receiver)
+ENDS = Send, Recv
 
 
 @attrs.frozen
@@ -31,50 +30,53 @@ class Stuck:
     waiting: tuple[Message, ...]
 
 
-def ends(message: Message, stage: int) -> tuple[End, End]:
-    """The channel end that a stage's message posts to, and the opposite one that must match."""
-    if isinstance(message, Send):
-        return ("send", stage, message.peer), ("recv", stage, message.peer)
-    return ("recv", message.peer, stage), ("send", message.peer, stage)
-
-
 class _Network:
     """Each stage's position and what it waits for; how much each channel end has posted."""
 
     def __init__(self, streams: Sequence[Sequence[Op]]) -> None:
-        self.steps = [list(batches(ops)) for ops in streams]
-        self.position = [0] * len(streams)
-        self.waiting: list[list[tuple[Message, End, int]]] = [[] for _ in streams]
-        self.posted: Counter[End] = Counter()
+        count = len(streams)
+        self.streams = streams
+        self.at = [0] * count
+        self.sends = [[0] * count for _ in streams]  # posted, by sender and receiver
+        self.recvs = [[0] * count for _ in streams]  # posted, by receiver and sender
+        self.waiting: list[list[tuple[Message, list[int], int]]] = [[] for _ in streams]
 
-    def post(self, stage: int, batch: Iterable[Message]) -> set[int]:
-        """Post a batch; returns the stages that it may wake."""
-        for message in batch:
-            mine, other = ends(message, stage)
-            self.waiting[stage].append((message, other, self.posted[mine]))
-            self.posted[mine] += 1
-        return {message.peer for message in batch}
+    def post(self, stage: int, message: Message) -> None:
+        """Post a message: it waits until the other end, a counter of its stage's, goes past it."""
+        mine, other = self.sends, self.recvs
+        if isinstance(message, Recv):
+            mine, other = other, mine
+        counts, peer = mine[stage], message.peer
+        self.waiting[stage].append((message, other[peer], counts[peer]))
+        counts[peer] += 1
 
     def advance(self, stage: int) -> set[int]:
         """Run a stage until it waits or ends; returns the stages that it may have woken."""
         woken: set[int] = set()
-        steps = self.steps[stage]
+        ops = self.streams[stage]
         while True:
-            self.waiting[stage] = [w for w in self.waiting[stage] if self.posted[w[1]] <= w[2]]
-            if self.waiting[stage] or self.position[stage] == len(steps):
+            waiting = self.waiting[stage]
+            if waiting := [w for w in waiting if w[1][stage] <= w[2]] if waiting else waiting:
+                self.waiting[stage] = waiting
                 return woken
-            step = steps[self.position[stage]]
-            self.position[stage] += 1
-            if isinstance(step, tuple):
-                woken |= self.post(stage, step)
+            self.waiting[stage] = []
+            at = self.at[stage]
+            while at < len(ops) and not isinstance(ops[at], ENDS):
+                at += 1
+            if at == len(ops):
+                self.at[stage] = at
+                return woken
+            while at < len(ops) and isinstance(message := ops[at], ENDS):
+                self.post(stage, message)
+                woken.add(message.peer)
+                at += 1
+            self.at[stage] = at
 
     def stuck(self, stage: int) -> Stuck:
         """What a waiting stage did and waits for."""
         waiting = tuple(message for message, _, _ in self.waiting[stage])
-        flat: list[Op] = []
-        for step in self.steps[stage][: self.position[stage]]:
-            flat.extend(step if isinstance(step, tuple) else (step,))
-        return Stuck(stage, tuple(op for op in flat if op not in waiting), waiting)
+        done = self.streams[stage][: self.at[stage]]
+        return Stuck(stage, tuple(op for op in done if op not in waiting), waiting)
 
 
 def rendezvous(streams: Sequence[Sequence[Op]]) -> tuple[Stuck, ...]:

@@ -9,11 +9,12 @@ op waits for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import attrs
 
-from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, Send, Tag, W
+from mfun.schedule.ops import B, Compute, F, I, Kind, Message, Op, Recv, Send, Tag, W
 
 
 @attrs.frozen
@@ -143,6 +144,55 @@ def source(tag: Tag, place: Placement) -> int:
     """The stage that makes a message: before its receiver for "act", after it for "grad"."""
     kind, _, to = tag
     return place.stage(to - 1 if kind == "act" else to + 1)
+
+
+@attrs.frozen
+class Route:
+    """What all ops of one kind and chunk take and give.
+
+    Args:
+      takes: kind of message; None if they take nothing.
+      here: their virtual stage.
+      source: the stage that makes what they take.
+      gives: kind of message; None if they give nothing.
+      there: the virtual stage that uses it.
+      target: the stage of that.
+    """
+
+    takes: Kind | None = None
+    here: int = -1
+    source: int = -1
+    gives: Kind | None = None
+    there: int = -1
+    target: int = -1
+
+
+Routes = Mapping[tuple[type[Compute], int], Route]
+
+
+@lru_cache(maxsize=1024)
+def routes(stage: int, place: Placement) -> Routes:
+    """A stage's routes by (type of op, chunk): `needs` and `gives` as a table.
+
+    Example:
+      >>> route = routes(0, Placement(2))[F, 0]
+      >>> route.takes, route.gives, route.there, route.target
+      (None, 'act', 1, 1)
+    """
+    table: dict[tuple[type[Compute], int], Route] = {}
+    for chunk in range(place.chunks):
+        here = place.virtual(stage, chunk)
+        for op in (F(0, chunk), B(0, chunk), I(0, chunk), W(0, chunk)):
+            taken, given = needs(op, here, place), gives(op, here, place)
+            table[type(op), chunk] = Route(
+                taken and taken[0],
+                here,
+                source(taken, place) if taken else stage,
+                given and given[0],
+                given[2] if given else -1,
+                place.stage(given[2]) if given else stage,
+            )
+    return table
 
 
 def batches(ops: Sequence[Op]) -> Iterator[Compute | tuple[Message, ...]]:
