@@ -11,7 +11,15 @@ import math
 
 import attrs
 
-from mfun.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, resolve
+from mfun.config import (
+    Config,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+    resolve,
+    slice_count,
+)
 from mfun.config import microbatch_sizes as microbatches_of
 
 LOCAL_RANKS = 8
@@ -60,10 +68,11 @@ def _parallel(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def _layers(config: Config) -> tuple[int, tuple[int, ...]]:
-    """Depth and stages: two blocks a stage, or as few as keep larger stages larger."""
-    given, layers, pp = config.parallel.layers_per_stage, config.model.layers, config.parallel.pp
+    """Depth and slices: two blocks a slice, or as few as keep larger slices larger."""
+    given, layers = config.parallel.layers_per_stage, config.model.layers
+    slices = slice_count(config)
     if not given:
-        return (pp + layers % pp if layers % pp else min(layers, 2 * pp)), ()
+        return (slices + layers % slices if layers % slices else min(layers, 2 * slices)), ()
     if max(given) <= 2:
         return layers, given
     sizes = sorted(set(given) - {0})
