@@ -889,7 +889,7 @@ PIPELINE = (
     ),
     Fault(
         "the checker accepts streams that end early",
-        edit("schedule.check:_check_stage", ("if wrong := walk.ending(expected):", "if False:")),
+        edit("schedule.check:_check_stage", ("if wrong := walk.ending():", "if False:")),
         holds.bad_schedules,
         "not refused",
         "a microbatch without backward",
