@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import mfun
 from mfun.cli import main, schedule
 from mfun.cli import schedule_text as text
 from mfun.schedule import SCHEDULES, Sizes, check, from_csv, with_p2p
@@ -196,6 +199,15 @@ def test_help_fits_and_its_examples_run():
     assert len(examples) >= 5
     for words in examples:
         ok(" ".join(words))
+
+
+def test_readme_shows_what_is_printed_and_drawn():
+    """Comparison and picture; `mfun schedule zbv --svg research/zbv.svg --force` renews it."""
+    root = Path(mfun.__file__).parents[1]
+    text = (root / "README.md").read_text()
+    (shown,) = re.findall(r"^\$ mfun schedule (--compare.*)\n((?:.*\n)*?)```", text, re.MULTILINE)
+    assert ok(shown[0]) == shown[1]
+    assert (root / "research" / "zbv.svg").read_text() == ok("zbv --svg -")
 
 
 def test_no_torch_is_imported():
