@@ -12,17 +12,23 @@ from mfun.schedule import (
     SCHEDULES,
     B,
     F,
+    I,
+    Placement,
     Recv,
     Schedule,
     ScheduleError,
     Send,
     Sizes,
+    W,
     batches,
     check,
+    gives,
     gpipe,
+    needs,
     none,
     plan,
     simulate_time,
+    split,
 )
 
 PIPELINES = ["gpipe", "1f1b"]
@@ -30,7 +36,7 @@ PIPELINES = ["gpipe", "1f1b"]
 
 def compute(ops):
     """The compute ops of a stream."""
-    return [op for op in ops if isinstance(op, F | B)]
+    return [op for op in ops if isinstance(op, F | B | I | W)]
 
 
 def edited(streams, stage, ops):
@@ -76,27 +82,28 @@ class Rendezvous:
                 inbox[op.tag] = done["value"]
 
 
-def run_threads(streams, step, seconds):
+def run_threads(streams, place, step, seconds):
     """One thread a stage over the double; the values each stage computed, or None if it hangs.
 
-    A stage's forward appends its number to what it got; the last stage's backward starts from its
+    A forward appends its virtual stage to what it got; the last slice's backward starts from its
     own forward, so a message that went astray shows in the values.
     """
     transport, values = Rendezvous(), [{} for _ in streams]
-    last = len(streams) - 1
 
     def work(stage):
         inbox, outbox = {}, {}
         for item in step(streams[stage]):
             if isinstance(item, tuple):
                 transport.run(stage, item, inbox, outbox)
-            elif isinstance(item, F):
-                got = inbox.pop(("act", item.mb, stage)) if stage else (item.mb,)
-                values[stage][item] = outbox["act", item.mb, stage + 1] = (*got, stage)
-            else:
-                own = values[stage][F(item.mb)]
-                got = inbox.pop(("grad", item.mb, stage)) if stage < last else own
-                values[stage][item] = outbox["grad", item.mb, stage - 1] = (*got, -stage)
+                continue
+            virtual = place.virtual(stage, item.chunk)
+            forward = isinstance(item, F)
+            own = (item.mb,) if forward else values[stage].get(F(item.mb, item.chunk))
+            taken, given = needs(item, virtual, place), gives(item, virtual, place)
+            got = inbox.pop(taken) if taken else own
+            made = values[stage][item] = (*got, virtual if forward else -virtual)
+            if given:
+                (inbox if place.stage(given[2]) == stage else outbox)[given] = made
 
     threads = [threading.Thread(target=work, args=(s,), daemon=True) for s in range(len(streams))]
     for thread in threads:
@@ -107,17 +114,33 @@ def run_threads(streams, step, seconds):
     return None if any(thread.is_alive() for thread in threads) else values
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 2), (3, 1)])
-def test_sends_that_block_until_received_finish(name, stages, microbatches):
-    """Both neighbours never wait in a send: bugs.md row 55."""
-    values = run_threads(plan(name, stages, microbatches), batches, seconds=20)
+BLOCKING = [
+    *((name, 1, p, m) for name in PIPELINES for p, m in ((2, 4), (4, 8), (4, 2), (3, 1))),
+    *(("interleaved", 2, p, m) for p, m in ((2, 4), (4, 8), (4, 6), (3, 1))),
+    *((name, 2, p, m) for name in ("dualpipev", "dualpipe") for p, m in ((2, 4), (4, 8), (3, 5))),
+    ("interleaved", 3, 2, 7),
+]
+
+
+@pytest.mark.parametrize(("name", "chunks", "stages", "microbatches"), BLOCKING)
+def test_sends_that_block_until_received_finish(name, chunks, stages, microbatches):
+    """Both neighbours never wait in a send: bugs.md row 55 (pytorch#172668, pytorch#127332)."""
+    place = SCHEDULES[name].place(Sizes(stages, microbatches, chunks))
+    streams = plan(name, stages, microbatches, chunks=chunks)
+    values = run_threads(streams, place, batches, seconds=20)
     assert values is not None
-    for stage in range(stages):
-        for mb in range(microbatches):
-            down = (mb, *range(stages))
-            assert values[stage][F(mb)] == down[: stage + 2]
-            assert values[stage][B(mb)] == (*down, *(-s for s in range(stages - 1, stage - 1, -1)))
+    for stage, ops in enumerate(streams):
+        for op in compute(ops):
+            if isinstance(op, W):
+                continue
+            virtual = place.virtual(stage, op.chunk)
+            first = virtual - place.slice(virtual)
+            down = (op.mb, *range(first, first + place.depth))
+            if isinstance(op, F):
+                assert values[stage][op] == down[: place.slice(virtual) + 2]
+            else:
+                back = range(first + place.depth - 1, virtual - 1, -1)
+                assert values[stage][op] == (*down, *(-v for v in back))
 
 
 def test_the_blocking_double_catches_one_message_at_a_time():
@@ -126,7 +149,7 @@ def test_the_blocking_double_catches_one_message_at_a_time():
     def single(ops):
         return [(op,) if isinstance(op, Send | Recv) else op for op in ops]
 
-    assert run_threads(plan("1f1b", 2, 4), single, seconds=0.5) is None
+    assert run_threads(plan("1f1b", 2, 4), Placement(2), single, seconds=0.5) is None
 
 
 # --- what check refuses ---
@@ -284,6 +307,65 @@ def test_foreign_and_missing_ops_are_refused():
         check(edited(GOOD, 1, [*GOOD[1], Recv(9, 1, "act", 0)]))
 
 
+SPLIT = Schedule(
+    "split", lambda s, n: split(SCHEDULES["1f1b"].ops(s, n)), SCHEDULES["1f1b"].in_flight
+)
+APART = plan(SPLIT, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ((I(0), W(0)), (W(0), I(0)), "W0 runs before I0"),
+        ((F(0), I(0)), (I(0), F(0)), "I0 runs before F0"),
+        ((W(0),), (), "the stream ends, but never runs W0"),
+        ((W(0),), (W(0), W(0)), "W0 runs twice"),
+        ((I(0),), (I(0), I(0)), "I0 runs twice"),
+        ((I(0),), (I(0), B(0)), "B0 runs, but its backward was given by another op"),
+        ((I(0), W(0)), (B(0), W(0)), "W0 runs, but its backward was given by another op"),
+        ((I(0), W(0)), (B(0), I(0)), "I0 runs, but its backward was given by another op"),
+        ((F(0),), (F(0), F(0)), "F0 runs twice"),
+        ((W(1),), (W(1), W(2)), "W2 is not an op of this schedule"),
+    ],
+)
+def test_wrong_halves_of_a_backward_are_refused_by_name(old, new, message):
+    """W before I, halves missing, twice, or beside the whole; the ops around are shown."""
+    ops = [op for op in APART[1] if op not in old]
+    at = APART[1].index(old[0])
+    with pytest.raises(ScheduleError) as error:
+        check(edited(APART, 1, [*ops[:at], *new, *ops[at:]]), microbatches=2)
+    assert message in str(error.value) and "stage 1" in str(error.value)
+    assert message.startswith("the stream ends") or ">>" in str(error.value)
+
+
+INTERLEAVED = plan("interleaved", 2, 4, chunks=2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("change", ["removed", "swapped", "twice"])
+def test_every_wrong_message_of_an_interleaved_schedule_is_refused(stage, change):
+    """One message removed, two neighbours of one channel swapped, or one twice: each by name."""
+    place, ops = Placement(2, 2), INTERLEAVED[stage]
+    ends = [at for at, op in enumerate(ops) if isinstance(op, Send | Recv)]
+    tried = 0
+    for at in ends:
+        wrong = list(ops)
+        if change == "removed":
+            del wrong[at]
+        elif change == "twice":
+            wrong.insert(at, ops[at])
+        else:
+            later = [i for i in ends if i > at and type(ops[i]) is type(ops[at])]
+            if not later:
+                continue
+            wrong[at], wrong[later[0]] = wrong[later[0]], wrong[at]
+        with pytest.raises(ScheduleError, match=r"stage \d") as error:
+            check(edited(INTERLEAVED, stage, wrong), place=place)
+        assert f"{ops[at].mb}>" in str(error.value) or change == "swapped"
+        tried += 1
+    assert tried > 20
+
+
 def test_a_schedule_above_its_bound_is_refused():
     """GPipe under 1F1B's memory bound: the forward that goes over is named."""
     greedy = Schedule("greedy", gpipe, SCHEDULES["1f1b"].in_flight)
@@ -306,11 +388,11 @@ def test_a_schedule_of_ones_own_is_planned_like_the_rest():
 
 @pytest.mark.full
 def test_checking_is_linear_in_the_ops():
-    """64 stages x 1024 microbatches: about 390,000 ops in well under 10 s."""
+    """64 stages x 4 chunks x 1024 microbatches: 1.6 million ops, planned and checked in 10 s."""
     start = time.process_time()
-    streams = plan.__wrapped__("1f1b", 64, 1024)
+    streams = plan.__wrapped__("interleaved", 64, 1024, chunks=4)
     assert time.process_time() - start < 10
-    assert sum(map(len, streams)) == 2 * 64 * 1024 + 4 * 63 * 1024
+    assert sum(map(len, streams)) == 2 * 4 * 64 * 1024 + 4 * 255 * 1024
 
 
 def test_checking_ten_times_the_ops_takes_about_ten_times_as_long():

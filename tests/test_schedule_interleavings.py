@@ -114,6 +114,27 @@ def test_every_interleaving_of_gpipe_ends_the_same(capacity):
     assert final_states(streams, capacity)[0] == {everything_done(streams)}
 
 
+SMALL = [
+    *(
+        ("interleaved", p, m, v)
+        for p, m, v in ((1, 2, 2), (2, 1, 2), (2, 2, 2), (2, 2, 3), (3, 2, 2))
+    ),
+    *((name, p, m, 2) for name in ("dualpipev", "dualpipe") for p, m in ((1, 2), (2, 2), (2, 3))),
+    ("looped-bfs", 2, 2, 2),
+    ("dualpipe", 3, 2, 2),
+]
+
+
+@pytest.mark.parametrize("capacity", [0, 1])
+@pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), SMALL)
+def test_every_interleaving_of_several_chunks_ends_the_same(
+    name, stages, microbatches, chunks, capacity
+):
+    """Loops, waves and two directions, where neighbours send to each other."""
+    streams = plan(name, stages, microbatches, chunks=chunks)
+    assert final_states(streams, capacity)[0] == {everything_done(streams)}
+
+
 def test_one_message_at_a_time_hangs_in_every_interleaving():
     """The model can fail: unbatched, both stages of 1F1B end up in a send."""
     final, _ = final_states(plan("1f1b", 2, 3), 0, single)
