@@ -72,6 +72,7 @@ def _rules_zbv(sizes: Sizes) -> Iterator[Rule]:
     yield Rule(order)
     yield Rule(order, patience=0.5)
     yield Rule(wave(sizes, F, I, W))  # fixed
+    yield Rule(half_pattern(sizes), "ends", patience=0.5)
     yield from _free(sizes, (I, 1), (I, 0), (F, 1), (F, 0))
 
 
