@@ -42,6 +42,9 @@ DATA = train("dp=2 global_batch=6")  # unequal microbatches
 MICROBATCH = train("dp=2 global_batch=6 loss_norm=microbatch")
 STAGES = train("pp=2 layers=3 microbatches=3 global_batch=3 parallel.schedule=gpipe")
 UNTIED = train("pp=2 layers=2 tied=false parallel.schedule=1f1b global_batch=3")
+SPLIT = train("pp=2 layers=2 parallel.schedule=zb-h1 microbatches=3 global_batch=3", "plain")
+CHUNKS = train("pp=2 layers=5 parallel.schedule=interleaved microbatches=3 global_batch=3")
+WAVE = train("pp=2 layers=4 parallel.schedule=zbv microbatches=5 global_batch=5")
 PLAIN = train("pp=2 layers=2 tied=false microbatches=3 global_batch=3", "plain")
 MESH = train("tp=2 dp=3 pp=2 layers=2 order=dp-tp-pp global_batch=3 microbatches=1 tied=false")
 SMOOTH = train("tp=2 label_smoothing=0.1 z_loss=0.01")
@@ -789,6 +792,36 @@ PIPELINE = (
         PLAIN,
         "gradient off",
         "a gradient computed along with the loss, before the loss has its factor",
+    ),
+    Fault(
+        "W runs nothing",
+        edit("pipeline.executor:_Backward.weights", ("self.sink.run()", "None")),
+        SPLIT,
+        "gradient off",
+        "the products left for W are dropped",
+    ),
+    Fault(
+        "only the last product left for W is run",
+        edit("nn.weight_grads:WeightGrads.run", ("while self._kept", "if self._kept")),
+        SPLIT,
+        "gradient off",
+        "a global queue that is popped once too rarely",
+    ),
+    Fault(
+        "the first chunk runs in every chunk's place",
+        edit("pipeline.executor:_forward", ("chunks[op.chunk]", "chunks[0]")),
+        CHUNKS,
+        "KeyError|loss off|got an unexpected|h",
+        "interleaved: the wrong model chunk",
+    ),
+    Fault(
+        "an activation is handed to the wrong place of its own stage",
+        edit(
+            "pipeline.executor:_Mail.incoming", ("self._made.pop(tag)", "self._made.popitem()[1]")
+        ),
+        WAVE,
+        "loss off|gradient off|KeyError",
+        "a wave's turning point under several microbatches",
     ),
     Fault(
         "key and value weights get one another's product",
