@@ -126,6 +126,29 @@ def test_files_are_written_and_valid(tmp_path):
     assert ok("interleaved --csv -") == (tmp_path / "a.csv").read_text()
 
 
+def test_a_csv_is_read_checked_and_timed(tmp_path):
+    """What was written gives the same numbers; one swapped pair is refused, junk is named."""
+    ok("zbv --csv a.csv")
+    here, there = (json.loads(ok(f"{name} --costs 1,2,1 --json")) for name in ("zbv", "a.csv"))
+    assert there["chunks"] == 2
+    assert here["peak_in_flight"] == there["peak_in_flight"]
+    assert "a.csv: 4 stages, 8 microbatches, 2 chunks a stage" in ok("a.csv")
+    text = (tmp_path / "a.csv").read_text()
+    (tmp_path / "b.csv").write_text(
+        text.replace("0I0", "x").replace("0W0", "0I0").replace("x", "0W0")
+    )
+    (tmp_path / "c.csv").write_text(text.replace("2F0", "2F0junk"))
+    for words, message in (
+        ("b.csv", "W0 runs before I0"),
+        ("c.csv", "c.csv: row 2, column 2: '2F0junk' is not an op"),
+        ("d.csv", "d.csv cannot be read: [Errno 2] No such file or directory"),
+        ("a.csv --stages 4", "a.csv decides it: leave --stages out"),
+    ):
+        done = run(words)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.split())
+
+
 def test_an_existing_file_is_kept(tmp_path):
     """Unless --force is given."""
     (tmp_path / "a.svg").write_text("mine")
@@ -194,7 +217,7 @@ def test_help_fits_and_its_examples_run():
     """Within 80 columns, and each example is accepted."""
     told = ok("--help")
     assert max(map(len, told.splitlines())) <= 80
-    examples = [line.split("(")[0].split() for line in told.splitlines()]
+    examples = [re.split("[(;]", line)[0].split() for line in told.splitlines()]
     examples = [words[2:] for words in examples if words[:2] == ["mfun", "schedule"]]
     assert len(examples) >= 5
     for words in examples:

@@ -11,18 +11,14 @@ import attrs
 import click
 
 from mfun.cli import schedule_text as text
+from mfun.cli.schedule_plan import CostsParam, Planned, planned, read
 from mfun.config.fields import did_you_mean
 from mfun.schedule import (
     SCHEDULES,
     Costs,
-    Op,
-    Placement,
     Schedule,
     ScheduleError,
     Sizes,
-    Timing,
-    plan,
-    simulate_time,
     to_csv,
     to_svg,
     to_trace,
@@ -30,9 +26,6 @@ from mfun.schedule import (
 
 LARGEST = 300_000
 """Forwards of a step at most: half a minute to plan."""
-
-MOST_TIME = 1e12
-"""Of one op: sums of it stay exact, or nearly."""
 
 EPILOG = """
 \b
@@ -53,40 +46,8 @@ EXAMPLES
   mfun schedule 1f1b --costs 1,1.2,0.8,0.1 --svg 1f1b.svg
   mfun schedule gpipe --stages 2 --costs 2:1,1,1   (slice 0 is twice as slow)
   mfun schedule --compare --stages 8 --microbatches 32
+  mfun schedule zbv --csv mine.csv; edit it; mfun schedule mine.csv
 """
-
-
-class CostsParam(click.ParamType):
-    """`F,I,W` or `F,I,W,comm`; each of the first three may be one number a slice: `1:2:1:1`."""
-
-    name = "costs"
-
-    def convert(
-        self, value: str | Costs, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Costs:
-        """From the words of the command line."""
-        if isinstance(value, Costs):
-            return value
-        parts = value.split(",")
-        if not 3 <= len(parts) <= 4:
-            self.fail(f"{value!r} is not F,I,W or F,I,W,comm, such as 1,1,1,0.1", param, ctx)
-        try:
-            f, i, w = (_numbers(part) for part in parts[:3])
-            return Costs(F=f, I=i, W=w, transfer=_number(parts[3]) if parts[3:] else 0)
-        except ValueError as error:
-            self.fail(f"{value!r}: {error}; give F,I,W,comm, such as 1,1,1,0.1", param, ctx)
-
-
-def _number(word: str) -> float:
-    """Whole where it is written so."""
-    number = int(word) if word.strip().isdecimal() else float(word)
-    if number > MOST_TIME:
-        raise ValueError(f"{word} is more than {MOST_TIME:g}")
-    return number
-
-
-def _numbers(word: str) -> float | tuple[float, ...]:
-    return tuple(map(_number, word.split(":"))) if ":" in word else _number(word)
 
 
 @attrs.frozen
@@ -127,46 +88,6 @@ class Asked:
         )
 
 
-@attrs.frozen
-class Planned:
-    """A schedule that has been planned, checked and timed."""
-
-    name: str
-    sizes: Sizes
-    place: Placement
-    streams: tuple[tuple[Op, ...], ...]
-    timing: Timing
-
-    @property
-    def title(self) -> str:
-        """`zbv: 4 stages, 8 microbatches, 2 chunks a stage`."""
-        sizes = self.sizes
-        stages = text.counted(sizes.stages, "stage")
-        microbatches = text.counted(sizes.microbatches, "microbatch").replace("chs", "ches")
-        chunks = f", {sizes.chunks} chunks a stage" if sizes.chunks > 1 else ""
-        return f"{self.name}: {stages}, {microbatches}{chunks}"
-
-
-def planned(row: Schedule, sizes: Sizes) -> Planned:
-    """Plan, check and time.
-
-    Raises:
-      ScheduleError: the schedule cannot run these sizes.
-    """
-    place = row.place(sizes)
-    sizes.costs.fit(place.depth)
-    streams = plan(
-        row,
-        sizes.stages,
-        sizes.microbatches,
-        chunks=sizes.chunks,
-        group=sizes.group,
-        costs=sizes.costs,
-        memory=sizes.memory,
-    )
-    return Planned(row.name, sizes, place, streams, simulate_time(streams, sizes.costs, place))
-
-
 _path = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 _at_least_1, _at_least_0 = click.IntRange(1), click.IntRange(0)
 
@@ -176,7 +97,7 @@ _at_least_1, _at_least_0 = click.IntRange(1), click.IntRange(0)
     epilog=EPILOG,
     options_metavar="--stages P --microbatches M [--json | --svg FILE ...]",
 )
-@click.argument("name", required=False, metavar="[NAME]")
+@click.argument("name", required=False, metavar="[NAME | FILE.csv]")
 @click.option("--stages", default=4, show_default=True, type=_at_least_1, help="Of the pipeline.")
 @click.option("--microbatches", default=8, show_default=True, type=_at_least_1, help="Of a step.")
 @click.option("--chunks", type=_at_least_1, help="Of a stage; by default the schedule's own, or 2.")
@@ -210,7 +131,10 @@ _at_least_1, _at_least_0 = click.IntRange(1), click.IntRange(0)
 @click.option("--csv", type=_path, metavar="FILE", help="Write torch.distributed.pipelining's CSV.")
 @click.option("--force", is_flag=True, help="Write over a file that exists.")
 def command(**words: object) -> None:
-    """Plan a schedule, check that it is complete and cannot get stuck, time it and draw it."""
+    """Plan the schedule NAME, check that it is complete and cannot get stuck, time it and draw it.
+
+    FILE.csv is one as torch.distributed.pipelining writes it, and --csv does.
+    """
     asked = Asked(**words)  # type: ignore[arg-type]
     try:
         asked = attrs.evolve(asked, costs=attrs.evolve(asked.costs, overlap=asked.overlap))
@@ -266,12 +190,9 @@ def _refuse_large(asked: Asked, chunks: int) -> None:
 
 def _one(asked: Asked, name: str) -> None:
     """One schedule, in the ways asked for."""
-    row = _row(asked, name)
-    sizes = asked.sizes(row, asked.costs)
-    _refuse_large(asked, sizes.chunks)
     for option, path in asked.files.items():
         _refuse_existing(option, path, asked.force)
-    result = planned(row, sizes)
+    result = _read(asked, Path(name)) if name.endswith(".csv") else _planned(asked, name)
     makers: dict[str, Callable[[], str]] = {
         "--svg": lambda: to_svg(result.timing, result.title),
         "--trace": lambda: to_trace(result.timing, result.title, result.place),
@@ -284,6 +205,23 @@ def _one(asked: Asked, name: str) -> None:
         click.echo(json.dumps(text.as_object(result)))
     elif not asked.files:
         click.echo("\n".join(text.lines(result)))
+
+
+def _planned(asked: Asked, name: str) -> Planned:
+    """The schedule of a name."""
+    row = _row(asked, name)
+    sizes = asked.sizes(row, asked.costs)
+    _refuse_large(asked, sizes.chunks)
+    return planned(row, sizes)
+
+
+def _read(asked: Asked, path: Path) -> Planned:
+    """The schedule of a file, which has sizes of its own."""
+    context = click.get_current_context()
+    for option in ("stages", "microbatches", "chunks", "group", "memory"):
+        if context.get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{path} decides it: leave --{option} out")
+    return read(path, asked.costs)
 
 
 def _compare(asked: Asked) -> None:

@@ -15,7 +15,7 @@ import attrs
 from mfun.schedule import SCHEDULES, Costs, grid, simulate_time
 
 if TYPE_CHECKING:
-    from mfun.cli.schedule import Planned
+    from mfun.cli.schedule_plan import Planned
 
 GRID = 20_000
 """Characters of a grid at most."""
@@ -115,11 +115,6 @@ def short(number: float) -> str:
     """
     number = round(number, 3) or 0  # no -0
     return f"{number:.0f}" if number == int(number) else f"{number:.3f}".rstrip("0")
-
-
-def counted(number: int, what: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
