@@ -7,9 +7,14 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+import torch
+import toys
 from click.testing import CliRunner
+from test_pipeline import VALUES, two_tensor_model
 
-from research import hessian_through_tp, layout_matrix
+from mfun.mesh import Mesh
+from mfun.schedule import plan, simulate_time
+from research import hessian_through_tp, layout_matrix, own_schedule
 from research.bench import peers
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +49,34 @@ def test_second_derivatives_through_the_mesh():
     errors = hessian_through_tp.run(tp=2, dp=1)
     assert set(errors) == {"hvp", "per_sample"}
     assert max(errors.values()) <= hessian_through_tp.EXPECTED, errors
+
+
+def test_own_schedule_hides_latency():
+    """The script's expectation holds: 63 = 3 (16 + 4 - 1) + 2 (4 - 1), and the picture is drawn."""
+    out = CliRunner().invoke(own_schedule.main)
+    assert out.exit_code == 0, out.output
+    assert "stage 0 | F0 F1 F2 F3 F4 F5 F6 B0 F7 B1" in out.output
+    assert "latency 1.0  eager  63.0" in out.output
+    for latency in (0.0, 0.5, 1.0):
+        assert own_schedule.run(4, 16, latency)[0] == 57 + 6 * latency
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 7])
+def test_own_schedule_is_checked_and_run_like_the_rest(microbatches):
+    """Its stated memory is what it keeps, and its gradients are bitwise GPipe's."""
+    for stages in range(1, 6):
+        kept = simulate_time(plan(own_schedule.EAGER, stages, microbatches)).peak_in_flight
+        assert kept == tuple(
+            min(2 * (stages - stage - 1) + 1, microbatches) for stage in range(stages)
+        )
+    data = [[((m + 1.5, 2.0), (1, 1)) for m in range(microbatches)]]
+    eager, gpipe = (
+        toys.run(two_tensor_model(), [1, 1, 1], data, mesh=Mesh(pp=3), schedule=s, params=VALUES)
+        for s in (own_schedule.EAGER, "gpipe")
+    )
+    assert eager.losses == gpipe.losses and len(eager.losses) == microbatches
+    for path in ("a", "b"):
+        assert torch.equal(eager.grad(path), gpipe.grad(path))
 
 
 @pytest.mark.parametrize("who", ["mfun", "peer"])

@@ -16,7 +16,7 @@ from mfun.pipeline import executor, mailbox
 from mfun.pipeline.executor import Program
 from mfun.pipeline.pullback import Linearize, autograd_layer
 from mfun.pipeline.stage import Stage
-from mfun.schedule import Placement, plan
+from mfun.schedule import Placement, Schedule, plan
 from mfun.spec import Init, ParamSpec
 
 Microbatch = tuple[Sequence[float], Sequence[float]]  # values and loss mask of one row of tokens
@@ -54,7 +54,7 @@ def run(
     *,
     mesh: Mesh,
     norm: str = "tokens",
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     params: dict[str, Tensor] | None = None,
     office: mailbox.Office | None = None,
     linearize: Linearize = autograd_layer,
@@ -69,7 +69,7 @@ def run(
         data: for each data rank, its microbatches.
         mesh: the mesh.
         norm: the loss normalisation.
-        schedule: name, for more than one stage.
+        schedule: of `plan`, for more than one stage.
         params: whole leaves by path, replicated; zeros by default.
         office: transport to use.
         linearize: how layers are pulled back.
