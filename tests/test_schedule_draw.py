@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -193,24 +192,31 @@ def at(slices, flow, inside):
 # torch's CSV
 
 
-def in_torch(text):
-    """torch's reader (PipelineScheduleMulti._load_csv), without its process group."""
-    return {
-        rank: [torch_schedules._Action.from_str(cell) for cell in row]
-        for rank, row in enumerate(csv.reader(text.splitlines()))
-    }
+def torch_stages(p, v):
+    """What torch's schedules ask of a rank's stages; no process group is made."""
+    identity = torch.nn.Identity()
+    facts = {"is_first": True, "is_last": False, "has_backward": True, "submod": identity}
+    return [cast(Any, SimpleNamespace(group_size=p, num_stages=p * v, group_rank=0, **facts))] * v
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("none", "dualpipe")])
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
-def test_torch_reads_and_accepts_what_we_write(name, p, m):
-    """torch's parser and validation, and our reader gives the same ops back."""
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (3, 5)])
+def test_torch_loads_validates_and_lowers_what_we_write(name, p, m, tmp_path):
+    """torch's runtime takes the file, and our reader gives the same ops back."""
     chunks = SCHEDULES[name].chunks or 2
     streams, place = streams_of(name, p, m, chunks)
     text = to_csv(streams, place)
-    stages = torch_schedules._validate_schedule(in_torch(text), p, p * chunks, m)
-    assert stages == {virtual: place.stage(virtual) for virtual in range(place.count)}
+    (tmp_path / "a.csv").write_text(text)
+    runtime = torch_schedules._PipelineScheduleRuntime(torch_stages(p, chunks), m)
+    runtime._load_csv(str(tmp_path / "a.csv"))
+    homes = {virtual: place.stage(virtual) for virtual in range(place.count)}
+    assert runtime.stage_index_to_group_rank == homes
     ours = tuple(tuple(op for op in ops if isinstance(op, F | B | I | W)) for ops in streams)
+    theirs = runtime.pipeline_order
+    assert [[str(cell) for cell in theirs[rank] if cell] for rank in range(p)] == [
+        [f"{place.virtual(s, op.chunk)}{type(op).__name__}{op.mb}" for op in ops]
+        for s, ops in enumerate(ours)
+    ]
     assert from_csv(text) == (ours, place)
 
 
@@ -228,9 +234,7 @@ def test_columns_are_steps():
 
 def torch_order(kind, p, v, m):
     """torch's own schedule, as its `_dump_csv` writes it."""
-    identity = torch.nn.Identity()
-    stage = SimpleNamespace(group_size=p, num_stages=p * v, group_rank=0, submod=identity)
-    schedule = getattr(torch_schedules, kind)([cast(Any, stage)] * v, m)
+    schedule = getattr(torch_schedules, kind)(torch_stages(p, v), m)
     order = schedule.pipeline_order
     return "".join(
         ",".join("" if cell is None else str(cell) for cell in order[rank]) + "\n"
