@@ -189,6 +189,23 @@ def test_v_half_and_v_min_are_no_worse_than_the_papers_code(p, m, half, least):
     assert max(timing_of("v-min", p, m).bubble) <= least
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_one_microbatch_by_hand(name):
+    """Each op waits for the one before: F and I of each slice, then one W; the others fill gaps."""
+    for p in range(2, 9):
+        slices = p * (SCHEDULES[name].chunks or 2)
+        assert timing_of(name, p, 1).makespan == 2 * slices + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_microbatches_idle_no_longer_than_1f1b(name):
+    """1F1B idles (p - 1) (F + I + W) of a whole stage with any number of microbatches."""
+    for p in range(1, 9):
+        for m in range(1, 2 * p):
+            whole = SCHEDULES[name].chunks or 2
+            assert max(timing_of(name, p, m).bubble) <= 3 * whole * (p - 1)
+
+
 UNIT_TIMES = st.integers(1, 12)
 
 

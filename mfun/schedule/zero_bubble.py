@@ -164,8 +164,8 @@ def _streams(name: str, sizes: Sizes) -> tuple[tuple[Compute, ...], ...]:
 def zb_h1(stage: int, sizes: Sizes) -> Iterator[Compute]:
     """1F1B with `W` put off: a third of its bubble for equal costs, in the same memory.
 
-    bubble = (stages - 1) (F + I - W) where W <= F, from 2 stages microbatches on; every stage keeps
-    at most `stages` activations, as 1F1B's first does.
+    bubble = (stages - 1) max(F, I, F + I - W) from 2 stages microbatches on, the last of the three
+    where W is the shortest; every stage keeps at most `stages` activations, as 1F1B's first does.
 
     Args:
       stage: this stage, 0-based.
@@ -182,8 +182,9 @@ def zb_h1(stage: int, sizes: Sizes) -> Iterator[Compute]:
 def zb_h2(stage: int, sizes: Sizes) -> Iterator[Compute]:
     """More forwards at first, so that no stage idles between its first op and its last.
 
-    bubble_span = 0 where F = I = W, and bubble = (stages - 1) F, from 2 stages - 1 microbatches on;
-    a stage keeps at most 2 stages - 1 activations.
+    bubble_span = 0 where F = I = W, from 2 stages - 1 microbatches on. For any costs, with enough
+    microbatches, bubble = (stages - 1) max(F, I - F, F + I - 2 W), of which (stages - 1) F is the
+    way to the last stage. A stage keeps at most 2 stages - 1 activations.
 
     Args:
       stage: this stage, 0-based.
