@@ -1,8 +1,9 @@
 """Schedules in the CSV of torch.distributed.pipelining: read, and written for its reader.
 
 A row is a rank, a column a step, an empty cell a bubble. `2F0` is the forward of microbatch 0 on
-virtual stage 2; `I` and `W` are the two parts of a backward, `B` the whole. This is the format
-that torch calls "compute_only"; messages are inserted by `with_p2p` (there: by its lowering).
+virtual stage 2; `I` and `W` are the two parts of a backward, `B` the whole: what torch calls
+"compute_only". What its "compute_comms" has besides (messages, sharding, reductions) is read over:
+here others put that in, as `with_p2p` does the messages.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def from_csv(text: str) -> tuple[tuple[tuple[Compute, ...], ...], Placement]:
     What is read has the right form, and no more: pass it through `with_p2p` to `check`.
 
     Args:
-      text: the CSV, "compute_only".
+      text: the CSV.
     Returns: one tuple of ops a stage, and the placement: looped, or a wave.
     Raises:
       ScheduleError: a cell that is no op, naming it; virtual stages that are laid in no known way.
@@ -95,15 +96,15 @@ def from_csv(text: str) -> tuple[tuple[tuple[Compute, ...], ...], Placement]:
 def _actions(cell: str, y: int, x: int) -> tuple[Action, ...]:
     """What a cell says."""
     pair = PAIR.fullmatch(cell)
-    pieces = [piece.strip() for piece in pair.groups()] if pair else [cell] if cell else []
+    if not cell or LOWERED.fullmatch(cell):
+        return ()
+    pieces = [piece.strip() for piece in pair.groups()] if pair else [cell]
     matches = [CELL.fullmatch(piece) for piece in pieces]
     if all(matches):
         return tuple((int(m[1]), KINDS[m[2]], int(m[3])) for m in matches if m)
-    where = f"row {y}, column {x}: {cell!r}"
-    if LOWERED.fullmatch(cell):
-        raise ScheduleError(f'{where} is an op of torch\'s "compute_comms"; give "compute_only"')
     raise ScheduleError(
-        f"{where} is not an op such as 2F0: virtual stage, then F, I, W or B, then microbatch"
+        f"row {y}, column {x}: {cell!r} is not an op such as 2F0: virtual stage, then F, I, W or "
+        "B, then microbatch"
     )
 
 
