@@ -10,13 +10,21 @@ import itertools
 from functools import cache
 
 import pytest
+import torch
 
+from mfun.comm import ProcessWorld, distribute, finish
 from mfun.config import Config
+from mfun.grads import needed_groups
+from mfun.pipeline.executor import train_step
+from mfun.pipeline.mailbox import Office
 from mfun.schedule import SCHEDULES
 from mfun.train.plan import plan
-from mfun.verify.compare import judge
-from mfun.verify.run import in_mailbox, reference_history
+from mfun.train.step import Trainer
+from mfun.verify.batches import rank_batches
+from mfun.verify.compare import RankResult, judge
+from mfun.verify.run import in_mailbox, program, reference_history
 from tests.pairwise import Row, covering
+from tests.pool import Pool
 from tests.properties import small
 
 FIELDS = {
@@ -93,3 +101,74 @@ def test_whole_grid_equals_one_device(name: str, p: str) -> None:
                 ("tied", "layers", "split", "recompute", "world"), next(features), strict=True
             )
             assert_equal(row | dict(more))
+
+
+DOZEN = (
+    ("gpipe", "2", "1", "3", "true", "uneven", "true", "none"),
+    ("1f1b", "4", "1", "5", "true", "standalone", "true", "full"),
+    ("interleaved", "2", "2", "4", "false", "even", "true", "none"),
+    ("interleaved", "2", "3", "5", "true", "uneven", "true", "full"),
+    ("looped-bfs", "3", "2", "2", "true", "even", "true", "none"),
+    ("zb-h1", "4", "1", "6", "true", "uneven", "true", "none"),
+    ("zb-h2", "3", "1", "7", "false", "standalone", "true", "none"),
+    ("zb-interleaved", "2", "2", "3", "true", "uneven", "true", "none"),
+    ("zbv", "4", "2", "5", "true", "even", "true", "none"),
+    ("v-half", "3", "2", "6", "false", "uneven", "true", "full"),
+    ("v-min", "2", "2", "8", "true", "uneven", "true", "none"),
+    ("dualpipe", "4", "2", "8", "true", "uneven", "true", "none"),
+    ("dualpipev", "2", "2", "5", "true", "uneven", "true", "none"),
+)
+
+
+def on_rank(rank: int, text: str) -> RankResult:
+    """Train as one process of a pipeline."""
+    layout = plan(small(text))
+    groups = distribute(layout.mesh, needed_groups(layout.table, layout.mesh))
+    result = finish(program(layout, ProcessWorld(groups)))
+    return RankResult(coords=layout.mesh.coords(rank), **result)
+
+
+@pytest.mark.parametrize("values", DOZEN, ids="-".join)
+def test_schedule_on_processes_equals_one_device(pool: Pool, values: tuple[str, ...]) -> None:
+    """Over gloo: real messages, and each layer's own products at W."""
+    row = dict(zip(FIELDS, values, strict=False))
+    text = settings(row)
+    layout = plan(small(text))
+    results = pool.run(on_rank, text, world=layout.mesh.world)
+    want = history(layout.config.model.layers, row["m"], row["tied"])
+    report = judge(layout, results, want)
+    assert report.ok, "\n".join(report.notes)
+
+
+def identical(rank: int, text: str) -> list[float]:
+    """Losses of four copies of one microbatch."""
+    layout = plan(small(text))
+    groups = distribute(layout.mesh, needed_groups(layout.table, layout.mesh))
+    trainer = Trainer(layout, ProcessWorld(groups))
+    state = trainer.init()
+    batch = rank_batches(layout.config, {"dp": 0, "cp": 0}, 0)[0]
+    seeds = [torch.ones((), dtype=torch.float64)] * 4
+    grads = trainer.buffers(state.params)
+    stream = layout.streams[trainer.stage.index]
+    steps = train_step(trainer._program(state), stream, [batch] * 4, seeds, grads, None)
+    return [float(loss) for loss in finish(steps).values()]
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-interleaved", "zbv", "dualpipev"])
+def test_four_identical_microbatches_have_four_identical_losses(pool: Pool, name: str) -> None:
+    """Megatron-core's interleaved schedule at pp 2 with its defaults trains on swapped ones."""
+    text = f"pp=2 layers=4 parallel.schedule={name} microbatches=4 global_batch=4"
+    losses = [loss for rank in pool.run(identical, text, world=2) for loss in rank]
+    assert len(losses) == 4 and len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("office", [{"rendezvous": True}, {"late": True}], ids=str)
+@pytest.mark.parametrize("name", [n for n in FIELDS["schedule"] if n not in ("gpipe", "1f1b")])
+def test_other_transports_change_no_bit(name: str, office: dict[str, bool]) -> None:
+    """Sends that wait for their receiver, and payloads read late: bug rows 55 and 56."""
+    text = f"pp=3 layers=9 parallel.schedule={name} microbatches=5 global_batch=5 tied=true"
+    layout = plan(small(text))
+    want = in_mailbox(layout, plain=True)
+    have = in_mailbox(layout, plain=True, office=Office(**office))
+    for a, b in zip(want, have, strict=True):
+        assert all(torch.equal(a.grads[path], b.grads[path]) for path in a.grads)

@@ -43,15 +43,22 @@ def program(layout: Plan, world: World) -> Generator[str, None, dict[str, Any]]:
     return {"grads": first, "params": tree.flatten(state.params), "losses": losses, "norms": norms}
 
 
-def in_mailbox(layout: Plan, *, check: bool = True, plain: bool = False) -> list[RankResult]:
+def in_mailbox(
+    layout: Plan,
+    *,
+    check: bool = True,
+    plain: bool = False,
+    office: mailbox.Office | None = None,
+) -> list[RankResult]:
     """All ranks in this process: stages in the mailbox, the ranks of each as one vmap.
 
     Args:
         layout: what to run.
         check: assert declared types at every collective.
         plain: stages are of one rank and run without the vmap (`MailboxWorld`).
+        office: the transport to play.
     """
-    office = mailbox.Office()
+    office = office or mailbox.Office()
     worlds = mailbox.worlds(layout.mesh, office, check=check, plain=plain)
     done = mailbox.run([program(layout, world) for world in worlds], office)
     out = []
