@@ -149,6 +149,16 @@ def test_a_csv_is_read_checked_and_timed(tmp_path):
         assert message in " ".join(done.output.split())
 
 
+def test_an_option_without_effect_is_told():
+    """On standard error, so that JSON stays JSON."""
+    done = run("1f1b --memory 3 --json")
+    assert json.loads(done.stdout)["peak_in_flight"][0] == 4
+    assert done.stderr == "note: --memory 3 changes nothing in this schedule\n"
+    assert run("zbv --memory 5 --json").stderr == ""
+    assert run("interleaved --group 8 --json").stderr == ""
+    assert "--group 4 changes nothing" in run("interleaved --group 4").stderr
+
+
 def test_an_existing_file_is_kept(tmp_path):
     """Unless --force is given."""
     (tmp_path / "a.svg").write_text("mine")

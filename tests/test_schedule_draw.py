@@ -131,6 +131,20 @@ def test_svg_of_any_unit_has_a_readable_axis(costs):
     assert ticks[-1] <= timing.makespan
 
 
+def test_svg_is_as_wide_as_its_legend():
+    """A picture of few ops and many chunks shows all of its legend."""
+    streams, place = streams_of("interleaved", 1, 1, 30)
+    root = ET.fromstring(to_svg(simulate_time(streams, place=place), "x"))
+    last = [t for t in root.iter(f"{SVG}text") if "chunks 0-29" in (t.text or "")][-1]
+    room = float(root.get("width") or 0) - float(last.get("x") or 0)
+    assert room >= 6 * len(last.text or "")
+    streams, place = streams_of("zbv", 2, 1, 2)
+    root = ET.fromstring(to_svg(simulate_time(streams, place=place), "x"))
+    last = [t for t in root.iter(f"{SVG}text") if "chunks 0-1" in (t.text or "")][-1]
+    room = float(root.get("width") or 0) - float(last.get("x") or 0)
+    assert room >= 6 * len(last.text or "")
+
+
 def test_svg_of_too_many_ops_is_refused():
     """A picture that no viewer opens is not written."""
     timing = simulate_time([[op for mb in range(50_001) for op in (F(mb), B(mb))]])

@@ -212,7 +212,13 @@ def _planned(asked: Asked, name: str) -> Planned:
     row = _row(asked, name)
     sizes = asked.sizes(row, asked.costs)
     _refuse_large(asked, sizes.chunks)
-    return planned(row, sizes)
+    result = planned(row, sizes)
+    for option in ("group", "memory"):
+        if value := getattr(sizes, option):
+            without = planned(row, attrs.evolve(sizes, **{option: 0}))
+            if without.streams == result.streams:
+                click.echo(f"note: --{option} {value} changes nothing in this schedule", err=True)
+    return result
 
 
 def _read(asked: Asked, path: Path) -> Planned:

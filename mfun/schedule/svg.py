@@ -17,6 +17,8 @@ LARGEST, PAGE, WIDEST = 30, 1300, 4000
 """Pixels: of the shortest op at most; of all time; of all time where numbers need more room."""
 DIGIT = 5.6
 """Pixels that a digit in a cell takes."""
+SHADES = 8
+"""Boxes of the legend at most, from the first chunk's to the last's."""
 MOST = 100_000
 """Ops in a picture at most: 20 MB."""
 
@@ -55,13 +57,14 @@ def to_svg(timing: Timing, title: str) -> str:
         )
     scale = _scale(timing)
     bottom = TOP + ROW * len(timing.busy)
-    width = round(max(scale.x(timing.makespan) + RIGHT, LEFT + 560))
+    legend, end = _legend(timing, bottom + 44)
+    width = round(max(scale.x(timing.makespan) + RIGHT, LEFT + 560, end))
     parts = [
         *_head(width, bottom + 62, title, timing),
         *_rows(timing, scale),
         *_cells(timing, scale),
         *_axis(timing, scale, bottom),
-        *_legend(timing, bottom + 44),
+        *legend,
         "</svg>\n",
     ]
     return "\n".join(parts)
@@ -177,16 +180,17 @@ def _tick(least: float) -> float:
     return next(power * by for by in (1, 2, 5, 10) if power * by >= least)
 
 
-def _legend(timing: Timing, y: int) -> Iterator[str]:
-    """A box for each kind and chunk in the picture."""
+def _legend(timing: Timing, y: int) -> tuple[list[str], float]:
+    """A box for each kind and chunk in the picture (at most SHADES chunks), and where they end."""
     chunks = 1 + max((event.op.chunk for event in timing.events), default=0)
     kinds = {type(event.op).__name__ for event in timing.events}
-    x = float(LEFT)
+    parts, x = [], float(LEFT)
     for kind in (kind for kind in COLOURS if kind in kinds):
-        for chunk in range(chunks):
-            fill, _ = shade(kind, chunk, chunks)
-            yield f'<rect x="{x:g}" y="{y}" width="12" height="12" fill="{fill}"/>'
+        for box in range(min(chunks, SHADES)):
+            fill, _ = shade(kind, box, min(chunks, SHADES))
+            parts.append(f'<rect x="{x:g}" y="{y}" width="12" height="12" fill="{fill}"/>')
             x += 13
         words = f"{kind} {MEANING[kind]}" + (f", chunks 0-{chunks - 1}" if chunks > 1 else "")
-        yield f'<text x="{x + 5:g}" y="{y + 10}">{words}</text>'
+        parts.append(f'<text x="{x + 5:g}" y="{y + 10}">{words}</text>')
         x += 6.3 * len(words) + 26
+    return parts, x
