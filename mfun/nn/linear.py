@@ -26,6 +26,9 @@ from mfun.nn.weight_grads import WeightGrads
 
 SEQUENCE = 1  # the dim of (b, s, ...) that sequence parallelism cuts
 
+HALVES = 1 << 17
+"""Elements from which a row-cut product is summed in halves: below, a message costs its latency."""
+
 Grads = tuple[Tensor | None, ...]
 
 
@@ -120,7 +123,7 @@ class RowLinear(torch.autograd.Function):
         weight_grads: WeightGrads | None,
     ) -> Tensor:
         """This rank's summand, the sum, the bias."""
-        y = leave_fresh(F.linear(x, w), _at(axis, index), sequence_parallel)
+        y = _summed_product(x, w, _at(axis, index), sequence_parallel)
         return y if b is None else y + b
 
     @staticmethod
@@ -154,6 +157,21 @@ class RowLinear(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         """The forward, which is a composition; the ranks are where the index is batched."""
         return torch.func.vmap(RowLinear.forward, in_dims)(*args), 0
+
+
+def _summed_product(x: Tensor, w: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    """leave(x w^T); on processes half of the tokens' sum travels under the other half's product."""
+    if sequence_parallel or not overlap.can_overlap(x, axis) or x.numel() < HALVES:
+        return leave_fresh(F.linear(x, w), axis, sequence_parallel)
+    tokens = x.flatten(0, -2)
+    y = tokens.new_empty(len(tokens), len(w))
+    sums = []
+    for rows, out in zip(tokens.chunk(2), y.chunk(2), strict=True):
+        torch.mm(rows, w.T, out=out)
+        sums.append(overlap.start_all_reduce(out, axis))
+    for pending in sums:
+        pending.wait()
+    return y.view(*x.shape[:-1], len(w))
 
 
 def _overlapped(

@@ -3,11 +3,14 @@
 Each case runs mfun and the peer in separate, alternating processes with the same allocator setting,
 several times, and prints the ratio of the medians (below 1: mfun is faster) and of peak resident
 memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (DistributedDataParallel), tp2
-(DTensor with loss parallel), pp2 (torch.distributed.pipelining Schedule1F1B).
+(DTensor with loss parallel), pp2 (torch.distributed.pipelining Schedule1F1B), and against the same
+peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8 microbatches) and zb8cut (8, with the
+blocks cut 5 + 3, because the second stage also has the head).
 
 Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--repeats 3] [--steps 6]
         (MFUN_BENCH_MALLOC=0: both sides without the allocator setting that `mfun train` makes)
-Expect: step-time ratios at most 1.00 (one), 1.00 (dp2), 0.86 (tp2), 0.98 (pp2); memory 1.10.
+Expect: step-time ratios at most 1.00 (one), 1.00 (dp2), 0.86 (tp2), 0.98 (pp2), 0.88 (zb4), 0.93
+        (zb8), 0.90 (zb8cut); memory 1.10.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import torch.distributed as dist
 
 RESULTS = "MFUN_BENCH_RESULTS"  # folder in which each rank leaves its numbers
 SIZES = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 8192, "seq": 256, "batch": 8}
-TINY = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "seq": 32, "batch": 4}
+TINY = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "seq": 32, "batch": 8}
 
 
 MEMORY = 1.10
@@ -39,13 +42,14 @@ MEMORY = 1.10
 
 @attrs.frozen
 class Case:
-    """One comparison: the ranks, mfun's layout, the peer, the ratio expected."""
+    """One comparison: the ranks, mfun's layout and more, the peer, the ratio expected."""
 
     ranks: int
     layout: dict[str, int]
     microbatches: int
     peer: str
     expected: float
+    changes: dict[str, str] = attrs.field(factory=dict)
 
 
 CASES = {
@@ -53,6 +57,16 @@ CASES = {
     "dp2": Case(2, {"dp": 2}, 1, "DistributedDataParallel", 1.00),
     "tp2": Case(2, {"tp": 2}, 1, "DTensor TP + loss parallel", 0.86),
     "pp2": Case(2, {"pp": 2}, 4, "torch Schedule1F1B", 0.98),
+    "zb4": Case(2, {"pp": 2}, 4, "torch Schedule1F1B", 0.88, {"parallel.schedule": "zb-h1"}),
+    "zb8": Case(2, {"pp": 2}, 8, "torch Schedule1F1B", 0.93, {"parallel.schedule": "zb-h1"}),
+    "zb8cut": Case(
+        2,
+        {"pp": 2},
+        8,
+        "torch Schedule1F1B",
+        0.90,
+        {"parallel.schedule": "zb-h1", "parallel.layers_per_stage": "5,3"},
+    ),
 }
 
 
@@ -71,6 +85,7 @@ def mfun_step(case: Case, sizes: dict[str, int], tokens: Any, labels: Any) -> An
     keys |= {"optim.lr": 1e-3, "optim.schedule": "constant", "optim.warmup": 0}
     keys |= {"train.global_batch": sizes["batch"], "train.microbatches": case.microbatches}
     keys |= {f"parallel.{axis}": case.layout.get(axis, 1) for axis in ("tp", "pp", "dp")}
+    keys |= case.changes
     config = resolve(load("tiny", [f"{k}={v}" for k, v in keys.items()]), case.ranks)
     layout = plan(config)
     groups = distribute(mesh(config), needed_groups(layout.table, layout.mesh))
