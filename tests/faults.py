@@ -927,6 +927,81 @@ PIPELINE = (
         "not refused",
         "a microbatch without backward",
     ),
+    Fault(
+        "the checker lets an op run twice",
+        edit("schedule.walk:Walk.compute", ("if ran !=", "if ran & _BEFORE[kind] !=")),
+        holds.bad_schedules,
+        "a backward twice was not refused",
+        "a gradient is added twice",
+    ),
+    Fault(
+        "interleaved warms up by one chunk too few",
+        edit("schedule.looped:warmup", ("(sizes.chunks - 1) * size", "(sizes.chunks - 2) * size")),
+        holds.schedules,
+        "runs before F",
+        "the first backward is of the last chunk, which has not run",
+    ),
+    Fault(
+        "a rest of a group of microbatches is a group",
+        edit("schedule.looped:groups", ("rest >= sizes.stages", "rest > 0")),
+        holds.schedules,
+        "end at|deadlock",
+        "Megatron's order of few microbatches, which it refuses",
+    ),
+    Fault(
+        "looped backwards begin at the first chunk",
+        edit("schedule.looped:interleaved", ("sizes.chunks - 1 - chunk", "chunk")),
+        holds.schedules,
+        "runs before|deadlock",
+        "the loss is on the last chunk",
+    ),
+    Fault(
+        "DualPipe's second half is not mirrored",
+        edit("schedule.dual:dualpipe", ("(kind, 1 - way)", "(kind, way)")),
+        holds.schedules,
+        "deadlock|end at|in flight",
+        "both ends must feed what is near to them",
+    ),
+    Fault(
+        "DualPipe drops the last weights",
+        edit("schedule.dual:_steps", ("yield from [(W, 0)] * upto", "yield from []")),
+        holds.schedules,
+        "never runs W",
+        "gradients of the last microbatches are lost",
+    ),
+    Fault(
+        "nobody gives way when all stages wait in a send",
+        edit("schedule.messages:_Writer.unblock", ("while self.overdue:", "while False:")),
+        holds.schedules,
+        "runs before its input",
+        "both neighbours wait in a send",
+    ),
+    Fault(
+        "evaluation runs a wave chunk by chunk, the last first",
+        edit(
+            "schedule.generators:forward_only", ("place.slice(virtual), -op.chunk", "-op.chunk, 0")
+        ),
+        holds.schedules,
+        "deadlock",
+        "the second chunk needs what the first makes",
+    ),
+    Fault(
+        "weights are delayed by one backward too many",
+        edit("schedule.split:split", ("len(later) > delay", "len(later) > delay + 1")),
+        holds.split_backwards,
+        "split by one",
+        "one more microbatch is kept",
+    ),
+    Fault(
+        "merging loses a lonely backward",
+        edit(
+            "schedule.split:merge",
+            ("if held:\n            yield held", "if 0: yield"),
+        ),
+        holds.split_backwards,
+        "merged it is",
+        "the last gradient to the inputs",
+    ),
 )
 
 MODEL = (

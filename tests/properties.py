@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import attrs
@@ -26,7 +27,21 @@ from mfun.grads.finalize import NORM_CHUNK, sum_of_squares
 from mfun.mesh import Mesh
 from mfun.nn.layer import Layer
 from mfun.pipeline import mailbox
-from mfun.schedule import Recv, ScheduleError, Send, check, simulate_time
+from mfun.schedule import (
+    SCHEDULES,
+    B,
+    F,
+    I,
+    Recv,
+    ScheduleError,
+    Send,
+    Sizes,
+    W,
+    check,
+    merge,
+    simulate_time,
+    split,
+)
 from mfun.schedule import plan as plan_schedule
 from mfun.spec import P, ParamSpec
 from mfun.train.plan import plan
@@ -433,18 +448,47 @@ def unequal_values() -> None:
 # ---------------------------------------------------------------------- pipeline and data
 
 
+ENDS: dict[str, Callable[[int, int, int], int | None]] = {
+    "none": lambda p, v, m: 3 * m if p == v == 1 else None,
+    "gpipe": lambda p, v, m: 3 * (m + p - 1) if v == 1 else None,
+    "1f1b": lambda p, v, m: 3 * (m + p - 1) if v == 1 else None,
+    "interleaved": lambda p, v, m: 3 * (m * v + p - 1) if m >= p else None,
+    "looped-bfs": lambda p, v, m: 3 * (m * v + p - 1) if m >= p else None,
+    "dualpipev": lambda p, v, m: 6 * m + p - 1 if v == 2 and m >= 2 * p else None,
+    "dualpipe": lambda p, v, m: (
+        3 * m + p // 2 - 1 if v == 2 and m >= 2 * p and p % 2 == m % 2 == 0 else None
+    ),
+}
+"""When a step ends if F = I = W = 1, where the published forms say it."""
+
+
 @named
 def schedules() -> None:
     """every schedule is accepted for small sizes, in the time and memory that it says."""
-    for name, stages in (("none", (1,)), ("gpipe", (1, 2, 3, 4)), ("1f1b", (1, 2, 3, 4))):
-        for count in stages:
-            for microbatches in range(1, 6):
-                streams = plan_schedule.__wrapped__(name, count, microbatches)
-                ends = simulate_time(streams).makespan
-                if ends != 3 * (microbatches + count - 1):
-                    raise Broken(
-                        f"{name}: {count} stages, {microbatches} microbatches end at {ends}"
-                    )
+    for name, ends in ENDS.items():
+        row = SCHEDULES[name]
+        for p, v, m in product(range(1, 5), [row.chunks] if row.chunks else [1, 2], range(1, 9)):
+            if name == "none" and p > 1:
+                continue
+            streams = plan_schedule.__wrapped__(name, p, m, chunks=v)
+            plan_schedule.__wrapped__(name, p, m, forward_only=True, chunks=v)
+            have = simulate_time(streams, place=row.place(Sizes(p, m, v))).makespan
+            want = ends(p, v, m)
+            if want is not None and have != want:
+                raise Broken(f"{name}: {p} stages, {v} chunks, {m} microbatches end at {have}")
+
+
+@named
+def split_backwards() -> None:
+    """weights come `delay` backwards later, and merging what stands together undoes it."""
+    ops = list(SCHEDULES["1f1b"].ops(1, Sizes(3, 4)))
+    late = "[F0, F1, I0, F2, I1, W0, F3, I2, W1, I3, W2, W3]"
+    if (have := str(list(split(ops, delay=1)))) != late:
+        raise Broken(f"split by one is {have}")
+    lonely = [I(0), F(1), W(0), I(2)]
+    for apart, whole in ((split(ops), ops), (lonely, lonely)):
+        if (have := list(merge(apart))) != whole:
+            raise Broken(f"merged it is {have}, not {whole}")
 
 
 @named
@@ -452,14 +496,22 @@ def bad_schedules() -> None:
     """streams that lack, repeat, misplace or misaddress an op are refused."""
     good = plan_schedule("1f1b", 2, 2)
     check(good)
+    apart = [[F(0), I(0), W(0)]]
+    check(apart)
     wrong = {
         "a missing backward": (good[0][:-1], good[1]),
         "a backward before its forward": (good[0], (good[1][0], good[1][2], good[1][1])),
         "a swapped pair of messages": (swapped(good[0]), good[1]),
         "a deadlock": (early(good[0]), good[1]),
+        "weights before inputs": [[F(0), W(0), I(0)]],
+        "weights without inputs": [[F(0), W(0)]],
+        "missing weights": [[F(0), I(0)]],
+        "a backward twice": [[F(0), I(0), W(0), W(0)]],
+        "a message for another stage": ([F(0), Send(0, 1, "act", 0)], [Recv(0, 1, "act", 0), F(0)]),
     }
     for what, streams in wrong.items():
-        refused(what, ScheduleError, lambda s=streams: check(s))
+        forwards = not any(isinstance(op, B | I | W) for ops in streams for op in ops)
+        refused(what, ScheduleError, lambda s=streams, f=forwards: check(s, f))
 
 
 def swapped(ops: tuple[Any, ...]) -> tuple[Any, ...]:

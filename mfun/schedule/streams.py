@@ -10,7 +10,6 @@ op waits for all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 
 import attrs
 
@@ -170,7 +169,6 @@ class Route:
 Routes = Mapping[tuple[type[Compute], int], Route]
 
 
-@lru_cache(maxsize=1024)
 def routes(stage: int, place: Placement) -> Routes:
     """A stage's routes by (type of op, chunk): `needs` and `gives` as a table.
 
