@@ -27,7 +27,7 @@ def tag_text(tag: Tag) -> str:
 
 @attrs.frozen(repr=False)
 class _OnChunk:
-    """What compute ops are made of.
+    """What ops of one microbatch on one chunk are made of.
 
     Args:
       mb: microbatch, 0-based.
@@ -43,17 +43,33 @@ class _OnChunk:
 
 
 @attrs.frozen(repr=False)
-class F(_OnChunk):
+class _OnLayer(_OnChunk):
+    """What compute ops are made of: an op on a chunk, or on one of its layers.
+
+    Args:
+      layer: which of the chunk's layers, 0-based; None is all of them, in order.
+    """
+
+    layer: int | None = None
+
+    def __repr__(self) -> str:
+        """As on a chunk, with the layer after it: `B3.1[2]`."""
+        text = super().__repr__()
+        return text if self.layer is None else f"{text}[{self.layer}]"
+
+
+@attrs.frozen(repr=False)
+class F(_OnLayer):
     """Forward of one microbatch through one chunk of layers.
 
     Example:
-      >>> F(3), F(3, chunk=1)
-      (F3, F3.1)
+      >>> F(3), F(3, chunk=1), F(3, chunk=1, layer=2)
+      (F3, F3.1, F3.1[2])
     """
 
 
 @attrs.frozen(repr=False)
-class B(_OnChunk):
+class B(_OnLayer):
     """Whole backward (inputs and weights) of one microbatch through one chunk of layers.
 
     Example:
@@ -63,7 +79,7 @@ class B(_OnChunk):
 
 
 @attrs.frozen(repr=False)
-class I(_OnChunk):  # noqa: E742  # the field's own letters: F, I, W, and B = I and W together
+class I(_OnLayer):  # noqa: E742  # the field's own letters: F, I, W, and B = I and W together
     """Backward to the inputs of one microbatch through one chunk; its `W` comes later.
 
     Example:
@@ -73,7 +89,7 @@ class I(_OnChunk):  # noqa: E742  # the field's own letters: F, I, W, and B = I 
 
 
 @attrs.frozen(repr=False)
-class W(_OnChunk):
+class W(_OnLayer):
     """Gradients of the weights of one microbatch and chunk, from what `F` and `I` have left.
 
     Example:
@@ -128,6 +144,91 @@ class Recv(_End):
     """
 
 
+@attrs.frozen(repr=False)
+class _OnBucket:
+    """What collectives of one flat buffer are made of.
+
+    Args:
+      bucket: index of the buffer on its stage.
+    """
+
+    bucket: int
+
+    def __repr__(self) -> str:
+        """`Gather2`."""
+        return f"{type(self).__name__}{self.bucket}"
+
+
+@attrs.frozen(repr=False)
+class Reduce(_OnBucket):
+    """Start to sum a bucket's gradients over the ranks that hold it; all of them are there.
+
+    Args:
+      window: the microbatch whose gradients it closes; None is the whole step.
+    Example:
+      >>> Reduce(2), Reduce(2, window=3)
+      (Reduce2, Reduce2@3)
+    """
+
+    window: int | None = None
+
+    def __repr__(self) -> str:
+        """`Reduce2`, or `Reduce2@3` for the window of microbatch 3."""
+        return super().__repr__() + ("" if self.window is None else f"@{self.window}")
+
+
+@attrs.frozen(repr=False)
+class Gather(_OnBucket):
+    """Start to collect a bucket's parameters from the ranks that hold its shards.
+
+    Example:
+      >>> Gather(0)
+      Gather0
+    """
+
+
+@attrs.frozen(repr=False)
+class Release(_OnBucket):
+    """Give up a bucket's gathered parameters; the shard stays.
+
+    Example:
+      >>> Release(0)
+      Release0
+    """
+
+
+@attrs.frozen(repr=False)
+class Recompute(_OnLayer):
+    """Run a forward again from its kept input, for the backward that follows.
+
+    Example:
+      >>> Recompute(3, chunk=1), Recompute(3, layer=0)
+      (Recompute3.1, Recompute3[0])
+    """
+
+
+@attrs.frozen(repr=False)
+class Offload(_OnChunk):
+    """Move what a forward has kept to the host.
+
+    Example:
+      >>> Offload(3)
+      Offload3
+    """
+
+
+@attrs.frozen(repr=False)
+class Reload(_OnChunk):
+    """Bring what was offloaded back to the device.
+
+    Example:
+      >>> Reload(3, chunk=1)
+      Reload3.1
+    """
+
+
 Compute = F | B | I | W
 Message = Send | Recv
 Op = Compute | Message
+Extra = Reduce | Gather | Release | Recompute | Offload | Reload  # inserted by `transforms`
+AnyOp = Op | Extra

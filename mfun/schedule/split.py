@@ -37,8 +37,8 @@ def split(ops: Iterable[Compute], delay: int = 0) -> Iterator[Compute]:
         if not isinstance(op, B):
             yield op
             continue
-        yield I(op.mb, op.chunk)
-        later.append(W(op.mb, op.chunk))
+        yield I(op.mb, op.chunk, op.layer)
+        later.append(W(op.mb, op.chunk, op.layer))
         if len(later) > delay:
             yield later.popleft()
     yield from later
@@ -56,8 +56,8 @@ def merge(ops: Iterable[Compute]) -> Iterator[Compute]:
     """
     held: I | None = None
     for op in ops:
-        if held and op == W(held.mb, held.chunk):
-            yield B(held.mb, held.chunk)
+        if held and op == W(held.mb, held.chunk, held.layer):
+            yield B(held.mb, held.chunk, held.layer)
             held = None
             continue
         if held:
