@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from mfun.schedule.ops import B, Compute, F, I, Op, Recv, ScheduleError, Send, Tag, W
+from mfun.schedule.ops import Compute, Op, Recv, ScheduleError, Send, Tag
 from mfun.schedule.rendezvous import Stuck, stuck_grid
 from mfun.schedule.sizes import Costs
 from mfun.schedule.streams import Placement, Route, routes
 
-_FOREIGN = Route()
-"""Of a chunk that the placement has not: `check` refuses the op."""
+_FOREIGN = Route(), 1.0
+"""Route and cost of a chunk that the placement has not: `check` refuses the op."""
 
 
 class _Writer:
@@ -40,12 +40,10 @@ class _Writer:
         self, computes: Sequence[Sequence[Compute]], place: Placement, costs: Costs
     ) -> None:
         self.computes = computes
-        self.routes = [routes(stage, place) for stage in range(len(computes))]
-        self.costs = [
+        self.routes = [
             {
-                (type(op), chunk): costs.of(op, place.slice(place.virtual(stage, chunk)))
-                for chunk in range(place.chunks)
-                for op in (F(0, chunk), B(0, chunk), I(0, chunk), W(0, chunk))
+                (kind, chunk): (route, costs.of(kind(0, chunk), place.slice(route.here)))
+                for (kind, chunk), route in routes(stage, place).items()
             }
             for stage in range(len(computes))
         ]
@@ -67,14 +65,13 @@ class _Writer:
 
     def run(self, stage: int) -> None:
         """Write one stage until it lacks an input, or its last message has not been received."""
-        table, costs, stream = self.routes[stage], self.costs[stage], self.streams[stage]
+        table, stream, awaits = self.routes[stage], self.streams[stage], self.awaits
         clock, made, ops, at = self.clock[stage], self.made, self.computes[stage], self.at[stage]
         while at < len(ops):
             op = ops[at]
-            kind = type(op), op.chunk
-            route = table.get(kind, _FOREIGN)
+            route, cost = table.get((type(op), op.chunk), _FOREIGN)
             taken = (route.takes, op.mb, route.here) if route.takes else None
-            self.awaits[stage] = taken
+            awaits[stage] = taken
             if taken:
                 if taken not in made:
                     break
@@ -85,10 +82,10 @@ class _Writer:
                 break
             if taken:
                 clock = max(clock, made.pop(taken))
-            clock += costs.get(kind, 1)
+            clock += cost
             stream.append(op)
             at += 1
-            self.awaits[stage] = None
+            awaits[stage] = None
             if route.gives:
                 tag = (route.gives, op.mb, route.there)
                 made[tag] = clock
@@ -131,7 +128,7 @@ class _Writer:
         ]
         coming: set[Tag] = set()
         for stage, op in rest:
-            route = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
+            route, _ = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
             if route.gives:
                 coming.add((route.gives, op.mb, route.there))
         waiting = [(stage, tag) for stage, tag in enumerate(self.awaits) if tag]
@@ -143,14 +140,14 @@ class _Writer:
         """What a waiting stage did and waits for."""
         op = self.computes[stage][self.at[stage]]
         kind, mb, to = tag
-        peer = self.routes[stage][type(op), op.chunk].source
+        peer = self.routes[stage][type(op), op.chunk][0].source
         return Stuck(stage, tuple(self.streams[stage]), (Recv(mb, to, kind, peer),))
 
     def write_stuck(self) -> None:
         """The ops that never get their inputs, as if they did, for `check` to refuse."""
         for stage, ops in enumerate(self.computes):
             for op in ops[self.at[stage] :]:
-                route = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
+                route, _ = self.routes[stage].get((type(op), op.chunk), _FOREIGN)
                 stream = self.streams[stage]
                 had = (route.takes, op.mb, route.here) in self.made  # and received: none is open
                 if route.takes and route.source != stage and not had:
@@ -179,6 +176,7 @@ def with_p2p(
     Raises:
       ScheduleError: ops wait for each other in a cycle, whatever the messages; all that wait.
     Example:
+      >>> from mfun.schedule.ops import B, F
       >>> for ops in with_p2p([[F(0), B(0)], [F(0), B(0)]], Placement(stages=2)):
       ...     print(*ops)
       F0 Send(act0>1) Recv(grad0>0) B0

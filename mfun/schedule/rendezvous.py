@@ -19,6 +19,8 @@ import attrs
 from mfun.schedule.ops import Message, Op, Recv, Send
 
 ENDS = Send, Recv
+Waiting = tuple[Message, list[int], int]
+"""A message, how much its peer has posted of the other end, and how much of it is not enough."""
 
 
 @attrs.frozen
@@ -39,38 +41,41 @@ class _Network:
         self.at = [0] * count
         self.sends = [[0] * count for _ in streams]  # posted, by sender and receiver
         self.recvs = [[0] * count for _ in streams]  # posted, by receiver and sender
-        self.waiting: list[list[tuple[Message, list[int], int]]] = [[] for _ in streams]
-
-    def post(self, stage: int, message: Message) -> None:
-        """Post a message: it waits until the other end, a counter of its stage's, goes past it."""
-        mine, other = self.sends, self.recvs
-        if isinstance(message, Recv):
-            mine, other = other, mine
-        counts, peer = mine[stage], message.peer
-        self.waiting[stage].append((message, other[peer], counts[peer]))
-        counts[peer] += 1
+        self.waiting: list[list[Waiting]] = [[] for _ in streams]
 
     def advance(self, stage: int) -> set[int]:
         """Run a stage until it waits or ends; returns the stages that it may have woken."""
         woken: set[int] = set()
-        ops = self.streams[stage]
-        while True:
-            waiting = self.waiting[stage]
-            if waiting := [w for w in waiting if w[1][stage] <= w[2]] if waiting else waiting:
-                self.waiting[stage] = waiting
-                return woken
-            self.waiting[stage] = []
-            at = self.at[stage]
-            while at < len(ops) and not isinstance(ops[at], ENDS):
-                at += 1
-            if at == len(ops):
-                self.at[stage] = at
-                return woken
-            while at < len(ops) and isinstance(message := ops[at], ENDS):
-                self.post(stage, message)
-                woken.add(message.peer)
-                at += 1
-            self.at[stage] = at
+        waiting = [w for w in self.waiting[stage] if w[1][stage] <= w[2]]
+        while not waiting and self.at[stage] < len(self.streams[stage]):
+            self.compute(stage)
+            waiting = self.post(stage, woken)
+        self.waiting[stage] = waiting
+        return woken
+
+    def compute(self, stage: int) -> None:
+        """Go past compute ops."""
+        ops, at = self.streams[stage], self.at[stage]
+        while at < len(ops) and not isinstance(ops[at], ENDS):
+            at += 1
+        self.at[stage] = at
+
+    def post(self, stage: int, woken: set[int]) -> list[Waiting]:
+        """Post a batch; returns its messages whose other end has not been posted."""
+        ops, at, waiting = self.streams[stage], self.at[stage], []
+        while at < len(ops) and isinstance(message := ops[at], ENDS):
+            peer = message.peer
+            if isinstance(message, Send):
+                counts, other = self.sends[stage], self.recvs[peer]
+            else:
+                counts, other = self.recvs[stage], self.sends[peer]
+            if other[stage] <= counts[peer]:
+                waiting.append((message, other, counts[peer]))
+            counts[peer] += 1
+            woken.add(peer)
+            at += 1
+        self.at[stage] = at
+        return waiting
 
     def stuck(self, stage: int) -> Stuck:
         """What a waiting stage did and waits for."""
