@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import zip_longest
@@ -34,8 +34,9 @@ def _excerpt(stage: int, ops: Sequence[Op], at: int, around: int = 3) -> str:
 
 def _check_stage(walk: Walk, ops: Sequence[Op]) -> None:
     """Refuse a stage whose stream is incomplete, out of order, without inputs, or too large."""
+    step: dict[type, Callable[..., str | None]] = walk.steps
     for at, op in enumerate(ops):
-        if wrong := walk.step(op):
+        if wrong := step[type(op)](op):
             where = f"stage {walk.stage}, op {at}"
             raise ScheduleError(f"{where}: {wrong}\n{_excerpt(walk.stage, ops, at)}")
     if wrong := walk.ending():

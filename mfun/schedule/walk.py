@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import MappingProxyType
 
-from mfun.schedule.ops import B, Compute, F, I, Op, Recv, Send, Tag, W, tag_text
-from mfun.schedule.streams import Placement, Route, routes
+from mfun.schedule.ops import B, Compute, F, I, Recv, Send, Tag, W, tag_text
+from mfun.schedule.streams import Placement, routes
 
 # What has run of one microbatch on one chunk, as bits.
 _FORWARD, _INPUTS, _WEIGHTS, _WHOLE = 1, 2, 4, 8
@@ -26,6 +26,8 @@ _LIVE = MappingProxyType({F: 1, B: -1, I: 0, W: -1})
 class Walk:
     """Goes through a stage's stream: what has run, what it holds, what it made and has not sent.
 
+    `steps` has a method for each type of op, which runs it and returns what is wrong, if anything.
+
     Args:
       stage: the stage.
       place: where virtual stages are.
@@ -39,6 +41,8 @@ class Walk:
     ) -> None:
         self.stage, self.place, self.forward_only, self.bound = stage, place, forward_only, bound
         self.routes = routes(stage, place)
+        self.users = {(r.takes, r.here): (r.source, c) for (_, c), r in self.routes.items()}
+        self.steps = {Send: self.send, Recv: self.recv, **dict.fromkeys(_LIVE, self.compute)}
         self.ran = {
             (mb, chunk): 0
             for chunk in range(place.chunks)
@@ -47,14 +51,6 @@ class Walk:
         self.held: set[Tag] = set()
         self.unsent: set[Tag] = set()
         self.live = 0
-
-    def step(self, op: Op) -> str | None:
-        """Run one op; returns what is wrong with it, if anything."""
-        if isinstance(op, Send):
-            return self.send(op)
-        if isinstance(op, Recv):
-            return self.recv(op)
-        return self.compute(op)
 
     def compute(self, op: Compute) -> str | None:
         """Once, after what it depends on, and within the memory bound."""
@@ -91,12 +87,12 @@ class Walk:
 
     def recv(self, op: Recv) -> str | None:
         """Only what this stage uses, once, from the stage that makes it."""
-        chunk = self.place.chunk(op.to)
-        route = self.routes.get((F if op.kind == "act" else B, chunk), Route())
-        if route.here != op.to:
-            return f"{op} is for virtual stage {op.to}, which is not on this stage"
-        if route.source != op.peer:
-            return f"{op} comes from stage {op.peer}, but stage {route.source} makes it"
+        user = self.users.get((op.kind, op.to))
+        if user is None:
+            return f"{op} is for virtual stage {op.to}, which is not on this stage, or takes none"
+        maker, chunk = user
+        if maker != op.peer:
+            return f"{op} comes from stage {op.peer}, but stage {maker} makes it"
         tag = (op.kind, op.mb, op.to)
         used = self.ran.get((op.mb, chunk), 0) & (_FORWARD if op.kind == "act" else _INPUTS)
         if used or tag in self.held:
