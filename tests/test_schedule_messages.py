@@ -53,7 +53,7 @@ def plain(ops, stage, place):
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "none"])
 def test_no_schedule_deadlocks(name, forwards):
     """p 1-8, v 1-3, m 1-12, sends that block until received (bugs.md row 55)."""
-    for p, v, m in product(range(1, 9), chunks_of(name), (1, 2, 3, 4, 5, 7, 8, 12)):
+    for p, v, m in product(range(1, 9), chunks_of(name), range(1, 13)):
         streams = plan.__wrapped__(name, p, m, forwards, chunks=v)
         assert not rendezvous(streams)
 

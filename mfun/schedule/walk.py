@@ -87,16 +87,17 @@ class Walk:
 
     def recv(self, op: Recv) -> str | None:
         """Only what this stage uses, once, from the stage that makes it."""
-        user = self.users.get((op.kind, op.to))
-        if user is None:
+        end = self.users.get((op.kind, op.to))
+        if end is None:
             return f"{op} is for virtual stage {op.to}, which is not on this stage, or takes none"
-        maker, chunk = user
+        maker, chunk = end
         if maker != op.peer:
             return f"{op} comes from stage {op.peer}, but stage {maker} makes it"
         tag = (op.kind, op.mb, op.to)
-        used = self.ran.get((op.mb, chunk), 0) & (_FORWARD if op.kind == "act" else _INPUTS)
-        if used or tag in self.held:
-            return f"{op} is received twice, or after the op that uses it"
+        ran = self.ran.get((op.mb, chunk), 0)
+        if tag in self.held or ran & (_FORWARD if op.kind == "act" else _INPUTS):
+            user = F if op.kind == "act" else B if ran & _WHOLE else I
+            return f"{op} is received twice, or after {user(op.mb, chunk)} that uses it"
         self.held.add(tag)
         return None
 
