@@ -454,14 +454,16 @@ REDUCTIONS = (
     ),
     Fault(
         "finalize's weights are applied twice",
-        edit("grads.finalize:finalize_steps", ("view.mul_(weight)", "view.mul_(weight * weight)")),
+        edit(
+            "grads.buffers:GradBuffers.close", ("view.mul_(weight)", "view.mul_(weight * weight)")
+        ),
         TP,
         r"norm1\.weight.*2 times too small.*tp",
         "once before and once after the sum",
     ),
     Fault(
         "finalize's weights are forgotten",
-        edit("grads.finalize:finalize_steps", ("if weight != 1.0:", "if False:")),
+        edit("grads.buffers:GradBuffers.close", ("if weight != 1.0:", "if False:")),
         TP,
         r"norm1\.weight.*2 times too large.*tp",
         "equal gradients are summed",
@@ -540,7 +542,7 @@ REDUCTIONS = (
     ),
     Fault(
         "the window is not closed",
-        edit("grads.buffers:GradBuffers.close", ("self.views[path].zero_()", "pass")),
+        edit("grads.buffers:GradBuffers.close", ("view.zero_()", "pass")),
         holds.unused_leaves,
         "gradient of z",
         "a leaf that was not used keeps a stale gradient",
@@ -724,7 +726,7 @@ PIPELINE = (
         "a stage reads another microbatch's labels",
         edit(
             "pipeline.executor:train_step",
-            ("_forward(program, op, x, batches[mb]", "_forward(program, op, x, batches[0]"),
+            ("layers[i], batches[mb]", "layers[i], batches[0]"),
         ),
         STAGES,
         "loss off",
@@ -795,7 +797,7 @@ PIPELINE = (
     ),
     Fault(
         "W runs nothing",
-        edit("pipeline.executor:_Backward.weights", ("self.sink.run()", "None")),
+        edit("pipeline.executor:_Flight.weights", ("layer.sink.run()", "None")),
         SPLIT,
         "gradient off",
         "the products left for W are dropped",
@@ -809,7 +811,7 @@ PIPELINE = (
     ),
     Fault(
         "the first chunk runs in every chunk's place",
-        edit("pipeline.executor:_forward", ("chunks[op.chunk]", "chunks[0]")),
+        edit("pipeline.executor:train_step", ("stage.chunks[chunk]", "stage.chunks[0]")),
         CHUNKS,
         "KeyError|loss off|got an unexpected|h",
         "interleaved: the wrong model chunk",
@@ -1026,7 +1028,10 @@ MODEL = (
         "row bias added before the sum",
         edit(
             "nn.linear:RowLinear.forward",
-            ("F.linear(x, w)", "F.linear(x, w, b)"),
+            (
+                "_summed_product(x, w, _at(axis, index), sequence_parallel)",
+                "leave_fresh(F.linear(x, w, b), _at(axis, index), sequence_parallel)",
+            ),
             ("y if b is None else y + b", "y"),
         ),
         BIAS,

@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mfun import tree
-from mfun.pipeline import executor, mailbox
-from mfun.pipeline.executor import _Backward
+from mfun.pipeline import mailbox
+from mfun.pipeline.executor import _Flight
 from mfun.pipeline.pullback import autograd_layer
-from mfun.schedule import SCHEDULES, F
+from mfun.schedule import SCHEDULES
 from mfun.train.memory import in_flight
 from mfun.train.plan import plan
 from mfun.train.step import Trainer
@@ -51,12 +51,14 @@ def test_forward_inputs_and_weights_cost_one_forward_each(model):
     kv, up = (1 if "kv" in model else 2), (2 if "swiglu" in model else 1)
     matrices = 16 * 16 * 2 + 2 * kv * 8 * 16 + (up + 1) * 64 * 16
     tokens = batch["tokens"].numel()
-    back = _Backward(grads, run.paths())
+    layers = trainer.stage.layers
+    flight = _Flight(grads, run.paths(), len(layers))
+    flight.value = x
     counted = []
     steps = (
-        lambda: executor._forward(run, F(0), x, batch, None, back),
-        lambda: back.inputs({"h": x["h"]}, later=True),
-        back.weights,
+        lambda: [flight.forward(i, run, layers[i], batch, None) for i in (0, 1)],
+        lambda: [flight.backward(i, later=True) for i in (1, 0)],
+        lambda: [flight.weights(i) for i in (1, 0)],
     )
     for step in steps:
         with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:

@@ -60,13 +60,13 @@ def test_the_table_names_every_reduction_and_collective() -> None:
 
 def test_a_harmless_change_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that breaks nothing is not taken for caught; undone, the function is itself."""
-    from mfun.grads.finalize import finalize_steps
+    from mfun.grads import GradBuffers
 
-    code = finalize_steps.__code__
-    edit("grads.finalize:finalize_steps", ("if weight != 1.0:", "if True:"))(monkeypatch)
-    assert finalize_steps.__code__ is not code and failure(ONE) is None
+    code = GradBuffers.close.__code__
+    edit("grads.buffers:GradBuffers.close", ("if weight != 1.0:", "if True:"))(monkeypatch)
+    assert GradBuffers.close.__code__ is not code and failure(ONE) is None
     monkeypatch.undo()
-    assert finalize_steps.__code__ is code
+    assert GradBuffers.close.__code__ is code
 
 
 def test_a_fault_whose_text_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

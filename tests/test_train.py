@@ -544,16 +544,15 @@ def test_the_activation_formula_is_near_what_is_kept(overrides, text):
 
     from mfun import rng
     from mfun.pipeline import executor
-    from mfun.schedule import F
 
     program = job.trainer._program(state)
     key = rng.key(0, "dropout", 0) if config.model.dropout else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        back = executor._Backward(job.trainer.buffers(state.params), program.paths())
-        executor._forward(program, F(0), {}, batch, key, back)
-    assert len(back.pulls) == len(program.stage.layers) and sum(kept.values()) == pytest.approx(
-        kept_bytes(job.plan, 0), rel=0.25
-    )
+        layers = program.stage.layers
+        flight = executor._Flight(job.trainer.buffers(state.params), program.paths(), len(layers))
+        for i, layer in enumerate(layers):
+            flight.forward(i, program, layer, batch, key)
+    assert sum(kept.values()) == pytest.approx(kept_bytes(job.plan, 0), rel=0.25)
 
 
 def test_the_estimate_is_exact_for_parameters_and_optimizer(text):

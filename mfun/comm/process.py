@@ -120,14 +120,14 @@ class ProcessWorld:
         stages: Sequence[int] | None = None,
         op: Literal["sum", "max"] = "sum",
     ) -> Waits[Tensor]:
-        """One all-reduce over the joint group, in place."""
+        """One all-reduce over the joint group, in place: started by the call, then waited for."""
         axis = self.groups.over(*axes, stages=tuple(stages) if stages is not None else None)
+        work = None
         if axis.size > 1:
             assert x.is_contiguous(), "all_reduce in place needs a contiguous buffer"
             kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-            dist.all_reduce(x, op=kind, group=axis.group)
-        return x
-        yield ""  # a generator that never waits
+            work = dist.all_reduce(x, op=kind, group=axis.group, async_op=True)
+        return _waited(work, x)
 
     def post(
         self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
@@ -145,3 +145,10 @@ class ProcessWorld:
         self._transport.drain()
         return
         yield ""
+
+
+def _waited(work: Any, x: Tensor) -> Waits[Tensor]:
+    if work is not None:
+        work.wait()
+    return x
+    yield ""  # a generator that never waits for another stage

@@ -44,7 +44,10 @@ class World(Protocol):
         stages: Sequence[int] | None = None,
         op: Literal["sum", "max"] = "sum",
     ) -> Waits[Tensor]:
-        """Sum or maximum over `axes`, and over the listed stages; may reuse x. No derivative."""
+        """Sum or maximum over `axes`, and over the listed stages; may reuse x. No derivative.
+
+        On processes it is on its way when the call returns; iterating waits for it.
+        """
         ...
 
     def post(

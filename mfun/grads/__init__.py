@@ -1,7 +1,7 @@
 """Layer 4: flat gradient buffers, the reduction table, `finalize`."""
 
 from mfun.grads.buffers import GradBuffers
-from mfun.grads.finalize import finalize, finalize_steps, global_norm
+from mfun.grads.finalize import finalize, finalize_steps, global_norm, start_reduce
 from mfun.grads.normalise import seeds
 from mfun.grads.table import KINDS, Reduction, Row, explain, needed_groups, reductions
 
@@ -17,4 +17,5 @@ __all__ = [
     "needed_groups",
     "reductions",
     "seeds",
+    "start_reduce",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mfun import flat, tree
+from mfun.comm.world import Waits
 from mfun.grads.table import Reduction
 from mfun.mesh import Mesh
 from mfun.spec import ParamSpec, local_shape
@@ -67,12 +68,15 @@ class GradBuffers:
         self.views: dict[str, Tensor] = {
             path: found[path] if leaves[path].shape else found[path].squeeze(-1) for path in leaves
         }
+        self.bucket_of = {span.path: i for i, b in enumerate(self.buckets) for span in b.spans}
         self._fresh: set[str] = set()
+        self.sums: dict[int, Waits[Tensor]] = {}
         self.start()
 
     def start(self) -> None:
         """Begin a window: every leaf's next gradient replaces what is there."""
         self._fresh = set(self.views)
+        self.sums = {}
 
     def claim(self, path: str) -> tuple[Tensor, int]:
         """A leaf's view, for its next gradient to be added in place.
@@ -84,6 +88,10 @@ class GradBuffers:
         Raises:
             KeyError: a path that this stage does not hold.
         """
+        if self.bucket_of[path] in self.sums:
+            raise RuntimeError(
+                f"{path} gets a gradient after its bucket was reduced; the stream's Reduce is early"
+            )
         view, keep = self.views[path], int(path not in self._fresh)
         self._fresh.discard(path)
         return view, keep
@@ -100,11 +108,15 @@ class GradBuffers:
             view, keep = self.claim(path)
             view.add_(grad) if keep else view.copy_(grad)
 
-    def close(self) -> None:
-        """End the window: leaves that got no gradient are zero, never stale."""
-        for path in self._fresh:
-            self.views[path].zero_()
-        self._fresh = set()
+    def close(self, bucket: int) -> None:
+        """End a bucket's window: leaves that got no gradient are zero, and the weights are in."""
+        for span in self.buckets[bucket].spans:
+            view, weight = self.views[span.path], self.table[span.path].weight
+            if span.path in self._fresh:
+                view.zero_()
+                self._fresh.discard(span.path)
+            if weight != 1.0:
+                view.mul_(weight)
 
     def order(self) -> list[int]:
         """Buckets in the order in which every member of every group reduces them.

@@ -51,24 +51,48 @@ def finalize(grads: Any, groups: Groups, table: Mapping[str, Reduction]) -> Any:
     return tree.map_with_path(one, grads)
 
 
-def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
-    """Make the gradients in flat buffers whole, in place: weights, then one all-reduce a bucket.
+def start_reduce(world: World, grads: GradBuffers, bucket: int) -> None:
+    """Close a bucket and start to make it whole; `finalize_steps` waits for it.
 
     Args:
         world: of this rank.
-        grads: the closed buffers of this stage.
+        grads: the buffers.
+        bucket: whose gradients are all there.
+
+    Raises:
+        RuntimeError: it was reduced in this window already.
     """
-    grads.close()
-    for path, view in grads.views.items():
-        weight = grads.table[path].weight
-        if weight != 1.0:
-            view.mul_(weight)
+    if bucket in grads.sums:
+        raise RuntimeError(f"bucket {bucket} is reduced twice in a window")
+    grads.close(bucket)
+    row = grads.table[grads.buckets[bucket].spans[0].path]
+    alone = not row.axes and not row.joined
+    buffer = grads.buffers[bucket]
+    grads.sums[bucket] = _as_it_is(buffer) if alone else world.all_reduce(buffer, *row.group)
+
+
+def _as_it_is(x: Tensor) -> Waits[Tensor]:
+    return x
+    yield ""
+
+
+def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
+    """Make the gradients in flat buffers whole, in place: weights, then one all-reduce a bucket.
+
+    Buckets that the stream has reduced already are only waited for.
+
+    Args:
+        world: of this rank.
+        grads: the buffers of this stage, after the last backward.
+    """
     for i in grads.order():
-        row = grads.table[grads.buckets[i].spans[0].path]
-        if row.axes or row.joined:
-            whole = yield from world.all_reduce(grads.buffers[i], row.axes, row.joined)
-            if whole is not grads.buffers[i]:
-                grads.buffers[i].copy_(whole)
+        if i not in grads.sums:
+            start_reduce(world, grads, i)
+    for i, waits in grads.sums.items():
+        whole = yield from waits
+        if whole is not grads.buffers[i]:
+            grads.buffers[i].copy_(whole)
+    grads.sums = {}
 
 
 def owns(row: Reduction, mesh: Mesh, stage: int) -> Callable[[Mapping[str, int]], Tensor]:

@@ -18,14 +18,15 @@ from torch import Tensor
 from mfun import tree
 from mfun.comm.groups import Groups
 from mfun.comm.world import Message, Waits, World
-from mfun.grads import GradBuffers
+from mfun.grads import GradBuffers, start_reduce
 from mfun.nn.layer import Ctx, Layer
 from mfun.nn.weight_grads import Paths, WeightGrads, paths_by_memory
 from mfun.pipeline.pullback import Linearize, Pull, autograd_layer
 from mfun.pipeline.stage import Stage
 from mfun.rng import Key
-from mfun.schedule import B, F, I, Op, Recv, Send, Tag, W, gives, needs
+from mfun.schedule import B, Compute, F, I, Op, Recv, Send, Tag, W, gives, needs
 from mfun.schedule import batches as batches_of
+from mfun.schedule.ops import Reduce
 
 Batch = Mapping[str, Tensor]
 
@@ -75,7 +76,7 @@ class Program:
 
 def train_step(
     program: Program,
-    stream: Sequence[Op],
+    stream: Sequence[Op | Reduce],
     batches: Sequence[Batch],
     seeds: Sequence[Tensor],
     grads: GradBuffers,
@@ -100,79 +101,118 @@ def train_step(
     grads.start()
     stage, place = program.stage, program.stage.place
     paths = program.paths()
-    backs: dict[tuple[int, int], _Backward] = {}
+    flights: dict[tuple[int, int], _Flight] = {}
     losses: dict[int, Tensor] = {}
     mail = _Mail(program, [_sizes(b) for b in batches])
     for op in batches_of(stream):
-        if isinstance(op, tuple):
-            mail.post(op)
-            continue
-        virtual, at = stage.virtual(op.chunk), (op.mb, op.chunk)
-        x = yield from mail.incoming(needs(op, virtual, place))
         match op:
-            case F(mb):
+            case tuple():
+                mail.post(op)
+            case F(mb, chunk):
                 _check_microbatch(mb, batches)
-                backs[at] = _Backward(grads, paths)
-                y = _forward(program, op, x, batches[mb], key, backs[at])
-                if place.last(virtual):
-                    losses[mb] = y["loss"]
-            case B(mb) | I(mb):
-                dy = {"loss": seeds[mb].to(losses[mb].dtype)} if place.last(virtual) else x
-                y = backs[at].inputs(dy, later=isinstance(op, I))
-                if isinstance(op, B):
-                    del backs[at]
-            case W():
-                backs.pop(at).weights()
-                continue
-        mail.put(gives(op, virtual, place), y)
-        del x, y
+                virtual, layers = stage.virtual(chunk), stage.chunks[chunk]
+                flight = flights.setdefault((mb, chunk), _Flight(grads, paths, len(layers)))
+                if not op.layer:
+                    flight.value = yield from mail.incoming(needs(op, virtual, place))
+                for i in _layers(op, len(layers)):
+                    flight.forward(i, program, layers[i], batches[mb], key)
+                if op.layer is None or op.layer == len(layers) - 1:
+                    if place.last(virtual):
+                        losses[mb] = flight.value["loss"]
+                    mail.put(gives(op, virtual, place), flight.take())
+            case B(mb, chunk) | I(mb, chunk):
+                virtual, flight = stage.virtual(chunk), flights[mb, chunk]
+                if op.layer is None or op.layer == len(flight.layers) - 1:
+                    flight.value = yield from mail.incoming(needs(op, virtual, place))
+                    if place.last(virtual):
+                        flight.value = {"loss": seeds[mb].to(losses[mb].dtype)}
+                for i in reversed(_layers(op, len(flight.layers))):
+                    flight.backward(i, later=isinstance(op, I))
+                if not op.layer:
+                    mail.put(gives(op, virtual, place), flight.take())
+                    if isinstance(op, B):
+                        del flights[mb, chunk]
+            case W(mb, chunk):
+                flight = flights[mb, chunk]
+                for i in reversed(_layers(op, len(flight.layers))):
+                    flight.weights(i)
+                if not op.layer:
+                    del flights[mb, chunk]
+            case Reduce(bucket):
+                start_reduce(program.world, grads, bucket)
     yield from program.world.drain()
     return losses
 
 
-@torch.no_grad()
-def _forward(
-    program: Program, op: F, x: Message, batch: Batch, key: Key | None, back: _Backward
-) -> Message:
-    for layer in program.stage.chunks[op.chunk]:
-        apply = program.layer(layer, batch, key, back.sink)
-        x, pull = program.linearize(apply, program.own(layer), x)
-        back.pulls.append(pull)
-    return x
+def _layers(op: Compute, count: int) -> range:
+    """The layers of its chunk that an op runs."""
+    return range(count) if op.layer is None else range(op.layer, op.layer + 1)
 
 
-class _Backward:
-    """What one forward leaves for its backward: pullbacks, then the weights' products.
+@attrs.define(eq=False)
+class _Layer:
+    """What one layer's forward leaves for its backward: the pullback, then the weights' products.
+
+    Args:
+        sink: takes the products, or None where gradients come out of the pullback.
+        pull: until the backward to the inputs.
+        kept: gradients that wait for W, without a sink.
+    """
+
+    sink: WeightGrads | None
+    pull: Pull | None = None
+    kept: dict[str, Tensor | None] = attrs.field(factory=dict)
+
+
+class _Flight:
+    """A microbatch on a chunk, from its forward to the end of its backward.
 
     Args:
         grads: where gradients go.
         paths: of parameters by memory, or None where their gradients come out of the pullbacks.
+        count: layers of the chunk.
     """
 
-    def __init__(self, grads: GradBuffers, paths: Paths | None) -> None:
-        self.pulls: list[Pull] = []
-        self.sink = None if paths is None else WeightGrads(paths, grads.claim)
+    def __init__(self, grads: GradBuffers, paths: Paths | None, count: int) -> None:
         self._grads = grads
-        self._kept: list[dict[str, Tensor | None]] = []
+        self.value: Message = {}
+        self.layers = [
+            _Layer(None if paths is None else WeightGrads(paths, grads.claim)) for _ in range(count)
+        ]
 
-    def inputs(self, dy: Message, later: bool) -> Message:
-        """Pull back to the input; the weights' gradients now, or kept for `weights`."""
-        if self.sink is not None:
-            self.sink.later = later
-        while self.pulls:
-            layer_grads, dy = self.pulls.pop()(dy)
-            if later and self.sink is None:
-                self._kept.append(layer_grads)
-            else:
-                self._grads.add(layer_grads)
-        return dy
+    def take(self) -> Message:
+        """The value, which is not kept: what was sent can go."""
+        value, self.value = self.value, {}
+        return value
 
-    def weights(self) -> None:
-        """Add what was kept."""
-        if self.sink is not None:
-            self.sink.run()
-        while self._kept:
-            self._grads.add(self._kept.pop())
+    @torch.no_grad()
+    def forward(
+        self, i: int, program: Program, layer: Layer, batch: Batch, key: Key | None
+    ) -> None:
+        """Run layer i on the value."""
+        apply = program.layer(layer, batch, key, self.layers[i].sink)
+        self.value, self.layers[i].pull = program.linearize(apply, program.own(layer), self.value)
+
+    def backward(self, i: int, later: bool) -> None:
+        """Pull the value back through layer i; weights' gradients now, or kept for `weights`."""
+        layer = self.layers[i]
+        pull, layer.pull = layer.pull, None
+        assert pull is not None, "a stream that was checked runs every backward once"
+        if layer.sink is not None:
+            layer.sink.later = later
+        grads, self.value = pull(self.value)
+        if later and layer.sink is None:
+            layer.kept = grads
+        else:
+            self._grads.add(grads)
+
+    def weights(self, i: int) -> None:
+        """Add what layer i has kept."""
+        layer = self.layers[i]
+        if layer.sink is not None:
+            layer.sink.run()
+        self._grads.add(layer.kept)
+        layer.kept = {}
 
 
 def evaluate(

@@ -10,10 +10,13 @@ op waits for all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import attrs
 
-from mfun.schedule.ops import B, Compute, F, I, Kind, Message, Op, Recv, Send, Tag, W
+from mfun.schedule.ops import B, Compute, F, I, Kind, Message, Recv, Send, Tag, W
+
+Other = TypeVar("Other", bound=object)
 
 
 @attrs.frozen
@@ -193,12 +196,12 @@ def routes(stage: int, place: Placement) -> Routes:
     return table
 
 
-def batches(ops: Sequence[Op]) -> Iterator[Compute | tuple[Message, ...]]:
+def batches(ops: Sequence[Other | Message]) -> Iterator[Other | tuple[Message, ...]]:
     """A stream as it runs: compute ops, and between them batches of messages posted together.
 
     Args:
       ops: one stage's stream.
-    Returns: each compute op by itself, each run of consecutive messages as one tuple.
+    Returns: each other op by itself, each run of consecutive messages as one tuple.
     Example:
       >>> act, grad = Send(0, to=1, kind="act", peer=1), Recv(0, to=0, kind="grad", peer=1)
       >>> list(batches([F(0), act, grad, B(0)]))
