@@ -14,6 +14,7 @@ from torch.func import grad, vjp, vmap
 
 from mfun.comm import Groups, distribute, overlap
 from mfun.mesh import Mesh
+from mfun.nn import linear as nn_linear
 from mfun.spec import P, ParamSpec, shard_leaf
 
 Grads = tuple[Tensor, ...]
@@ -155,3 +156,25 @@ def test_second_order_on_two_processes(pool: Pool, sp: bool) -> None:
             if "tp" in spec.sums:
                 mine = sum(other["second_order"][i] for other, _ in results)
             near(mine, piece(right[i], spec, rank))
+
+
+def halves_on_a_rank(rank: int, tokens: int) -> tuple[Tensor, Tensor, int]:
+    """A row product summed whole and in halves, and how many sums were started for the latter."""
+    groups = distribute(MESH)
+    x, w = torch.randn(2, tokens, 3, 2, generator=torch.Generator().manual_seed(0)).double()
+    w, b = w[0, :, rank : rank + 1], torch.ones(3, dtype=torch.float64)
+    x = x[:, :, rank : rank + 1]
+    with torch.no_grad():
+        whole = nn_linear.row_linear(x, w, b, groups.tp)
+        started = mock.patch.object(overlap, "start_all_reduce", wraps=overlap.start_all_reduce)
+        with mock.patch.object(nn_linear, "HALVES", 1), started as count:
+            return whole, nn_linear.row_linear(x, w, b, groups.tp), count.call_count
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_sum_in_halves_is_the_sum(pool: Pool, tokens: int) -> None:
+    """Also of an odd number of tokens; against the product of the whole."""
+    x, w = torch.randn(2, tokens, 3, 2, generator=torch.Generator().manual_seed(0)).double()
+    for whole, halves, started in pool.run(halves_on_a_rank, tokens):
+        assert torch.allclose(halves, x @ w[0].T + 1, rtol=0, atol=1e-14)
+        assert torch.allclose(whole, halves, rtol=0, atol=1e-14) and started == 2
