@@ -78,6 +78,7 @@ class _Writer:
                 sent = self.open[route.source]
                 if sent and sent[0] == taken:
                     self.receive(route.source)
+                    self.ready.append(route.source)
             if self.open[stage]:
                 break
             if taken:
@@ -100,6 +101,7 @@ class _Writer:
         self.open[stage] = tag, target
         if self.awaits[target] == tag:
             self.receive(stage)
+            self.ready.append(target)
         else:
             heappush(self.overdue, (made, stage, tag))
 
@@ -110,7 +112,6 @@ class _Writer:
         (kind, mb, to), target = sent
         self.streams[target].append(Recv(mb, to, kind, stage))
         self.open[stage] = None
-        self.ready.extend((stage, target))
 
     def unblock(self) -> None:
         """Every stage waits: receive the open message that was made first, if there is one."""
@@ -119,6 +120,7 @@ class _Writer:
             sent = self.open[stage]
             if sent and sent[0] == tag:
                 self.receive(stage)
+                self.ready.extend((stage, sent[1]))
                 return
 
     def cycle(self) -> list[Stuck]:
