@@ -53,7 +53,7 @@ def _concerns(
     ops: Sequence[AnyOp], extras: Extras
 ) -> list[Layers | Reduces | Gathers | Recomputes | Offloads]:
     """The objects that have rules for a stage's stream."""
-    found: list[Layers | Reduces | Gathers | Recomputes | Offloads] = [Layers(extras.layers)]
+    found: list[Layers | Reduces | Gathers | Recomputes | Offloads] = [Layers(ops, extras.layers)]
     if extras.reduce:
         found.append(Reduces(ops, extras.reduce, extras.window))
     if extras.gather:

@@ -6,7 +6,6 @@ As in `layer_walk`: a rule takes the place of an op and the op, and returns what
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from mfun.schedule.layer_walk import Rules
@@ -14,8 +13,6 @@ from mfun.schedule.layers import Buckets, holders
 from mfun.schedule.ops import AnyOp, B, Compute, F, Gather, I, Recompute, Reduce, Release, W
 from mfun.schedule.transforms import Window
 from mfun.schedule.walk import some
-
-At = tuple[int, int | None]  # (chunk, layer)
 
 
 class Reduces:
@@ -28,37 +25,29 @@ class Reduces:
     """
 
     def __init__(self, stream: Sequence[AnyOp], buckets: Buckets, window: Window) -> None:
-        self.stream, self.held, self.step = stream, holders(buckets), window == "step"
-        adds: Counter[tuple[int, At]] = Counter()  # how often (window's microbatch, layer) adds
-        trains = False
-        for op in stream:
+        self.stream, self.held = stream, holders(buckets)
+        last: dict[tuple[int | None, int, int | None], int] = {}  # place, by window and layer
+        step = window == "step"
+        for at, op in enumerate(stream):
             if isinstance(op, (B, I, W)):
-                trains = True
-                adds[0 if self.step else op.mb, (op.chunk, op.layer)] += 1
-        self.left: dict[tuple[int, int | None], int] = {}
-        if self.step and trains:
-            self.left = {(bucket, None): 0 for bucket in range(len(buckets))}
-        for (mb, at), count in adds.items():
-            for bucket in self.held.get(at, ()):
-                key = bucket, None if self.step else mb
-                self.left[key] = self.left.get(key, 0) + count
+                last[None if step else op.mb, op.chunk, op.layer] = at
+        self.last: dict[tuple[int, int | None], int] = {}  # place, by bucket and window
+        if step and last:
+            self.last = {(bucket, None): -1 for bucket in range(len(buckets))}
+        for (mb, chunk, layer), at in last.items():
+            for bucket in self.held.get((chunk, layer), ()):
+                self.last[bucket, mb] = max(at, self.last.get((bucket, mb), -1))
         self.done: dict[tuple[int, int | None], int] = {}
-        self.rules: Rules = {B: self.add, I: self.add, W: self.add, Reduce: self.reduce}
-
-    def add(self, at: int, op: B | I | W) -> str | None:
-        """Count what has been added."""
-        for bucket in self.held.get((op.chunk, op.layer), ()):
-            self.left[bucket, None if self.step else op.mb] -= 1
-        return None
+        self.rules: Rules = {Reduce: self.reduce}
 
     def reduce(self, at: int, op: Reduce) -> str | None:
         """Once, and not early."""
         key = op.bucket, op.window
-        if key not in self.left:
+        if key not in self.last:
             return f"{op} is not an op of this schedule: nothing adds to that bucket and window"
         if key in self.done:
             return f"{op} runs twice: it did so at op {self.done[key]}"
-        if self.left[key]:
+        if self.last[key] > at:
             return f"{op} runs before {self.adding(at, op)}, which adds to bucket {op.bucket}"
         self.done[key] = at
         return None
@@ -75,7 +64,7 @@ class Reduces:
 
     def ending(self) -> str | None:
         """What was never reduced."""
-        rest = [Reduce(*key) for key in self.left if key not in self.done]
+        rest = [Reduce(*key) for key in self.last if key not in self.done]
         return f"never runs {some(rest)}" if rest else None
 
 

@@ -1,18 +1,20 @@
 """Sharded parameters: gathers and releases around the ops that use them.
 
 The ops that use parameters are cut into phases, in which the same buckets are used. In a phase
-there are gathered: these, and the next `prefetch` others in the order in which they will be used.
-What is wanted in the phase before and in this one is neither released nor gathered again, so no
-stream with the same prefetch gathers less.
+there are gathered: these, and the `prefetch` buckets that are used next after it. What is there in
+the phase before and in this one is neither released nor gathered again, so no stream with the same
+prefetch gathers less; and what was gathered stays until it is used, since nothing overtakes it in
+the order of next use.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
-from mfun.schedule.layers import Buckets, holders
+from mfun.schedule.layers import Buckets, holders, inserted
 from mfun.schedule.ops import AnyOp, B, F, Gather, I, Recompute, Release, ScheduleError
 
 USES = (F, B, I, Recompute)
@@ -49,13 +51,8 @@ def _wanted(phases: Sequence[_Phase], prefetch: int) -> list[tuple[int, ...]]:
     soon: OrderedDict[int, None] = OrderedDict()
     wanted: list[tuple[int, ...]] = []
     for phase in reversed(phases):
-        ahead: list[int] = []
-        for bucket in reversed(soon):
-            if len(ahead) == prefetch:
-                break
-            if bucket not in phase.needs:
-                ahead.append(bucket)
-        wanted.append((*phase.needs, *ahead))
+        ahead = islice(reversed(soon), prefetch)
+        wanted.append(tuple(dict.fromkeys((*phase.needs, *ahead))))
         for bucket in reversed(phase.needs):
             soon[bucket] = None
             soon.move_to_end(bucket)
@@ -94,13 +91,13 @@ def with_gather(ops: Iterable[AnyOp], buckets: Buckets, prefetch: int = 1) -> It
     before: dict[int, list[Gather]] = {}
     after: dict[int, list[Release]] = {}
     now: tuple[int, ...] = ()
-    end = -1
+    end = 0
     for phase, wanted in zip(phases, _wanted(phases, prefetch), strict=True):
-        after[end] = [Release(bucket) for bucket in now if bucket not in wanted]
-        before[phase.first] = [Gather(bucket) for bucket in wanted if bucket not in now]
+        if gone := [Release(bucket) for bucket in now if bucket not in wanted]:
+            after[end] = gone
+        if new := [Gather(bucket) for bucket in wanted if bucket not in now]:
+            before[phase.first] = new
         now, end = wanted, phase.last
-    after[end] = [Release(bucket) for bucket in now]
-    for at, op in enumerate(stream):
-        yield from before.get(at, ())
-        yield op
-        yield from after.get(at, ())
+    if now:
+        after[end] = [Release(bucket) for bucket in now]
+    yield from inserted(stream, before, after)

@@ -6,27 +6,21 @@ A rule takes the place of an op and the op, and returns what is wrong with it, i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mfun.schedule.layers import last_layer
+from mfun.schedule.layers import ENDS, EXTRAS, last_layer
 from mfun.schedule.ops import (
     AnyOp,
     B,
     Compute,
     Extra,
     F,
-    Gather,
     I,
     Message,
     Offload,
     Recompute,
-    Recv,
-    Reduce,
-    Release,
     Reload,
-    Send,
     W,
 )
 from mfun.schedule.transforms import Which, recomputes
@@ -34,77 +28,96 @@ from mfun.schedule.walk import some
 
 Rule = Callable[[int, Any], str | None]
 Rules = Mapping[type[AnyOp], Rule]
+Layer = tuple[type[F | B | I], int, int, int]  # kind, microbatch, chunk, layer: an op
+
+
+def _op(layer: Layer) -> F | B | I:
+    kind, *at = layer
+    return kind(*at)
 
 
 class Layers:
     """Ops on layers come whole and in order, and nothing gets between a batch of messages.
 
     Args:
+      stream: the stage's ops.
       layers: how many layers each chunk has; () for streams of ops on whole chunks.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = layers
-        self.done: Counter[tuple[type[Compute], int, int]] = Counter()
-        self.open: Compute | None = None  # the op that has to come next, of a chunk begun
-        self.batch: Message | None = None  # the last message since a compute op
-        self.between: Extra | None = None  # what was inserted after it
-        computes = dict.fromkeys((F, B, I, W), self.compute)
-        extras = dict.fromkeys((Reduce, Gather, Release, Recompute, Offload, Reload), self.extra)
-        self.rules: Rules = {**computes, **extras, Send: self.message, Recv: self.message}
+    def __init__(self, stream: Sequence[AnyOp], layers: Sequence[int]) -> None:
+        self.stream, self.layers = stream, layers
+        self.counts = dict(enumerate(layers))
+        self.open: Layer | None = None  # the op that has to come next, of a chunk begun
+        self.inputs: dict[tuple[int, int], int] = {}  # (microbatch, chunk): last layer's I
+        self.weights: dict[tuple[int, int], int] = {}  # and W
+        self.rules: Rules = {
+            **dict.fromkeys((F, B, I), self.layer if layers else self.whole),
+            **dict.fromkeys(ENDS if layers else (), self.message),
+            **dict.fromkeys(EXTRAS, self.extra),
+            W: self.weight if layers else self.whole,
+        }
 
-    def compute(self, at: int, op: Compute) -> str | None:
-        """A chunk's layers in order; no other forward or backward begins before its last."""
-        self.batch = self.between = None
+    def whole(self, at: int, op: Compute) -> str | None:
+        """On a chunk, if that is not cut."""
         count = self.layers[op.chunk] if op.chunk < len(self.layers) else 0
-        if op.layer is None and not count:
-            return f"{op} begins before {self.open}" if self.open else None
-        if op.layer is None or op.layer >= count:
-            return f"{op} is not an op of this schedule: chunk {op.chunk} has {count} layers"
-        return self.layer(op, count)
+        if op.layer is not None or count:
+            return f"{op} is not an op of this schedule: chunk {op.chunk} is cut in {count} layers"
+        return f"{op} runs before {_op(self.open)}" if self.open else None
 
-    def layer(self, op: Compute, count: int) -> str | None:
-        """One layer's op."""
-        kind, mb, chunk = key = type(op), op.mb, op.chunk
-        done = self.done[key]
-        due = done if kind is F else count - 1 - done
-        if op.layer != due and op.layer is not None:
-            again = op.layer < due if kind is F else op.layer > due
-            return f"{op} runs twice" if again else f"{op} runs before {kind(mb, chunk, due)}"
-        self.done[key] = done + 1
-        if kind is W:
-            begun = self.done[I, mb, chunk] > done
-            return None if begun else f"{op} runs before {I(mb, chunk, op.layer)}"
-        if self.open and self.open != op:
-            return f"{op} begins before {self.open}"
-        following = due + 1 if kind is F else due - 1
-        self.open = kind(mb, chunk, following) if 0 <= following < count else None
+    def layer(self, at: int, op: F | B | I) -> str | None:
+        """A chunk's layers in order; no other forward or backward begins before its last."""
+        kind, mb, chunk, layer = type(op), op.mb, op.chunk, op.layer
+        count = self.counts.get(chunk)
+        if layer is None or not count:
+            return self.whole(at, op)
+        step, first = (1, 0) if kind is F else (-1, count - 1)
+        due = self.open or (kind, mb, chunk, first)
+        if (kind, mb, chunk, layer) != due:
+            return self.early(at, op, _op(due))
+        self.open = (kind, mb, chunk, layer + step) if 0 <= layer + step < count else None
+        if kind is I:
+            self.inputs[mb, chunk] = layer
         return None
 
+    def weight(self, at: int, op: W) -> str | None:
+        """In order, each after its `I`; others may come between."""
+        item, count = (op.mb, op.chunk), self.counts.get(op.chunk)
+        if op.layer is None or not count:
+            return self.whole(at, op)
+        due = self.weights.get(item, count) - 1
+        if op.layer != due:
+            return self.early(at, op, W(*item, max(due, 0)))
+        if self.inputs.get(item, count) > op.layer:
+            return f"{op} runs before {I(*item, op.layer)}"
+        self.weights[item] = due
+        return None
+
+    def early(self, at: int, op: Compute, due: Compute) -> str:
+        """Why an op is not the one that is due."""
+        ran = any(self.stream[i] == op for i in range(at))
+        return f"{op} runs twice" if ran else f"{op} runs before {due}"
+
     def message(self, at: int, op: Message) -> str | None:
-        """Around a chunk's ops, not between its layers; what is posted together stays together."""
+        """Around a chunk's ops, not between its layers."""
         if self.open:
-            return f"{op} comes before {self.open}, in the middle of a chunk"
-        if self.between:
-            return f"{self.between} parts {self.batch} and {op}, which are posted together"
-        self.batch = op
+            return f"{op} runs before {_op(self.open)}, in the middle of a chunk"
         return None
 
     def extra(self, at: int, op: Extra) -> str | None:
-        """Anywhere, but not between messages."""
-        if self.batch:
-            self.between = self.between or op
+        """Anywhere, but not between messages: these are posted together."""
+        if at == 0 or not isinstance(before := self.stream[at - 1], ENDS):
+            return None
+        rest = (self.stream[i] for i in range(at, len(self.stream)))
+        after = next((op for op in rest if not isinstance(op, EXTRAS)), None)
+        if isinstance(after, ENDS):
+            return f"{op} parts {before} and {after}, which are posted together"
         return None
 
     def ending(self) -> str | None:
         """What a chunk that was begun still needs."""
         if self.open:
-            return f"never runs {self.open}"
-        rest = [
-            kind(mb, chunk, self.layers[chunk] - 1 - done)
-            for (kind, mb, chunk), done in self.done.items()
-            if kind is W and 0 < done < self.layers[chunk]
-        ]
+            return f"never runs {_op(self.open)}"
+        rest = [W(*item, layer - 1) for item, layer in self.weights.items() if layer]
         return f"never runs {some(rest)}" if rest else None
 
 

@@ -31,7 +31,8 @@ Buckets = Sequence[Collection[tuple[int, int]]]
 
 EXTRAS = (Reduce, Gather, Release, Recompute, Offload, Reload)
 ENDS = (Send, Recv)
-ON_LAYERS = (F, B, I, W, Recompute)
+COMPUTES = (F, B, I, W)
+ON_LAYERS = (*COMPUTES, Recompute)
 
 
 def expand(ops: Iterable[AnyOp], layers: Sequence[int]) -> Iterator[AnyOp]:
@@ -74,12 +75,34 @@ def bare(ops: Iterable[AnyOp], layers: Sequence[int] = ()) -> Iterator[Op]:
       F0
     """
     for op in ops:
-        if isinstance(op, EXTRAS):
-            continue
-        if isinstance(op, ENDS) or op.layer is None:
+        if isinstance(op, ENDS):
             yield op
-        elif last_layer(op, layers):
-            yield type(op)(op.mb, op.chunk)
+        elif isinstance(op, COMPUTES):
+            if op.layer is None:
+                yield op
+            elif last_layer(op, layers):
+                yield type(op)(op.mb, op.chunk)
+
+
+def inserted(
+    stream: Sequence[AnyOp],
+    before: Mapping[int, Sequence[AnyOp]],
+    after: Mapping[int, Sequence[AnyOp]],
+) -> Iterator[AnyOp]:
+    """A stream with ops before and after some of its own, which are given by place.
+
+    Example:
+      >>> print(*inserted([F(0), B(0)], {0: [Gather(0)]}, {1: [Release(0), Reduce(0)]}))
+      Gather0 F0 B0 Release0 Reduce0
+    """
+    done = 0
+    for at in sorted({*before, *after}):
+        yield from stream[done:at]
+        yield from before.get(at, ())
+        yield stream[at]
+        yield from after.get(at, ())
+        done = at + 1
+    yield from stream[done:]
 
 
 def holders(buckets: Buckets) -> Mapping[tuple[int, int | None], tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
+from mfun.schedule.layers import inserted
 from mfun.schedule.ops import AnyOp, B, F, I, Offload, Recompute, Reload, ScheduleError, W
 
 Item = tuple[int, int]  # (microbatch, chunk): what one forward of a chunk keeps
@@ -96,11 +97,6 @@ def with_offload(ops: Iterable[AnyOp], depth: int) -> Iterator[AnyOp]:
     for at, op in enumerate(stream):
         if isinstance(op, (F, B, I, W, Recompute)):
             device.run(at, op)
-    after = {spans.kept[item]: Offload(*item) for item in device.away}
-    before = {spans.used[item]: Reload(*item) for item in device.away}
-    for at, op in enumerate(stream):
-        if at in before:
-            yield before[at]
-        yield op
-        if at in after:
-            yield after[at]
+    after = {spans.kept[item]: (Offload(*item),) for item in device.away}
+    before = {spans.used[item]: (Reload(*item),) for item in device.away}
+    yield from inserted(stream, before, after)

@@ -12,7 +12,7 @@ from typing import Literal
 import attrs
 
 from mfun.schedule.gather import with_gather
-from mfun.schedule.layers import Buckets, expand, holders
+from mfun.schedule.layers import Buckets, expand, holders, inserted
 from mfun.schedule.offload import with_offload
 from mfun.schedule.ops import AnyOp, B, I, Recompute, Reduce, ScheduleError, W
 
@@ -62,9 +62,7 @@ def with_reduce(
     due: dict[int, list[Reduce]] = {}
     for op, at in _complete(stream, buckets, window, joined).items():
         due.setdefault(at, []).append(op)
-    for at, op in enumerate(stream):
-        yield op
-        yield from due.get(at, ())
+    yield from inserted(stream, {}, due)
 
 
 def _complete(
