@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
-from mfun.schedule.ops import B, Compute, I, W
+from mfun.schedule.ops import AnyOp, B, I, W
+
+Some = TypeVar("Some", bound=AnyOp)
 
 
-def split(ops: Iterable[Compute], delay: int = 0) -> Iterator[Compute]:
+def split(ops: Iterable[Some], delay: int = 0) -> Iterator[Some | I | W]:
     """Each whole backward as its two parts, the weights' after `delay` more backwards.
 
     The input gradient can be sent before the weights' gradient is computed. A stage keeps up to
@@ -44,7 +47,7 @@ def split(ops: Iterable[Compute], delay: int = 0) -> Iterator[Compute]:
     yield from later
 
 
-def merge(ops: Iterable[Compute]) -> Iterator[Compute]:
+def merge(ops: Iterable[Some]) -> Iterator[Some | B | I]:
     """Each `I` with its `W` right after it as one whole backward, which costs one launch less.
 
     Args:

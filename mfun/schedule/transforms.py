@@ -53,16 +53,21 @@ def with_reduce(
 
     Source: Li et al. 2020 (arXiv 2006.15704); here completion is known, not counted.
     """
-    if joined and window == "microbatch":
-        raise ScheduleError(
-            f"buckets {list(joined)} are joined with other stages, which reduce once a step: "
-            'window is "microbatch", but must be "step"'
-        )
+    _refuse_joined(joined, window)
     stream = list(ops)
     due: dict[int, list[Reduce]] = {}
     for op, at in _complete(stream, buckets, window, joined).items():
         due.setdefault(at, []).append(op)
     yield from inserted(stream, {}, due)
+
+
+def _refuse_joined(joined: Sequence[int], window: Window) -> None:
+    """Stages do not have the same microbatches (two directions), but meet once a step."""
+    if joined and window == "microbatch":
+        raise ScheduleError(
+            f"buckets {list(joined)} are joined with other stages, which reduce once a step: "
+            'window is "microbatch", but must be "step"'
+        )
 
 
 def _complete(
@@ -144,6 +149,9 @@ class Extras:
       prefetch: how many of these are gathered ahead.
       recompute: which layers (`with_recompute`); None is none.
       offload: most microbatches, counted by chunks, that stay on the device; None is all.
+    Raises:
+      ScheduleError: a layer or bucket that there is not, or joined buckets with a window of a
+        microbatch.
     """
 
     layers: tuple[int, ...] = ()
@@ -154,6 +162,26 @@ class Extras:
     prefetch: int = 1
     recompute: Which | None = None
     offload: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse names of what is not there."""
+        for name, buckets in (("reduce", self.reduce), ("gather", self.gather)):
+            for bucket, members in enumerate(buckets):
+                self._refuse_layers(f"{name} bucket {bucket}", members)
+        if not isinstance(self.recompute, int | str | None):
+            self._refuse_layers("recompute", self.recompute)
+        joined = [bucket for bucket, _ in self.joined]
+        if len({*joined} & {*range(len(self.reduce))}) < len(joined):
+            raise ScheduleError(f"joined are buckets {joined}, but there are {len(self.reduce)}")
+        _refuse_joined(joined, self.window)
+
+    def _refuse_layers(self, what: str, members: Collection[tuple[int, int]]) -> None:
+        for chunk, layer in members if self.layers else ():
+            count = self.layers[chunk] if chunk < len(self.layers) else 0
+            if not 0 <= layer < count:
+                raise ScheduleError(
+                    f"{what} names layer {layer} of chunk {chunk}, which has {count} layers"
+                )
 
 
 def with_extras(ops: Iterable[AnyOp], extras: Extras) -> Iterator[AnyOp]:

@@ -1,0 +1,309 @@
+"""What is inserted into streams: written by hand, and as properties of every schedule."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from mfun.schedule import SCHEDULES, B, F, I, Placement, ScheduleError, Sizes, W, check, plan, split
+from mfun.schedule.collective_check import check_extras
+from mfun.schedule.gather import with_gather
+from mfun.schedule.layers import bare, expand
+from mfun.schedule.offload import with_offload
+from mfun.schedule.ops import Gather, Offload, Recompute, Recv, Reduce, Release, Reload, Send
+from mfun.schedule.transforms import Extras, with_extras, with_recompute, with_reduce
+
+
+def text(ops):
+    """A stream as it prints."""
+    return " ".join(map(str, ops))
+
+
+def words(string):
+    """A stream written over several lines, as one."""
+    return " ".join(string.split())
+
+
+# --- ops ---
+
+
+def test_ops_print_short_and_compare_by_layer():
+    """None is the whole chunk, and not any of its layers."""
+    ops = [B(3, 1), B(3, 1, 2), Recompute(3, 1, 0), Reduce(2), Reduce(2, 3), Gather(0), Release(1)]
+    assert text(ops) == "B3.1 B3.1[2] Recompute3.1[0] Reduce2 Reduce2@3 Gather0 Release1"
+    assert text([Offload(1), Reload(1, 1)]) == "Offload1 Reload1.1"
+    assert len({B(0), B(0, 0), B(0, 0, 0), B(0, 0, 1), F(0, 0, 1)}) == 4
+
+
+# --- 1F1B, the last of two stages, 3 microbatches, 2 layers; with messages ---
+
+LAST = plan("1f1b", 2, 3)[1]
+EACH = [{(0, 1)}, {(0, 0)}]  # a bucket a layer, in backward order
+
+
+def test_expand_1f1b():
+    """Forwards ascend, backwards descend, messages stay around the whole."""
+    assert text(expand(LAST, [2])) == words(
+        """Recv(act0>1) F0[0] F0[1] B0[1] B0[0] Send(grad0>0)
+        Recv(act1>1) F1[0] F1[1] B1[1] B1[0] Send(grad1>0)
+        Recv(act2>1) F2[0] F2[1] B2[1] B2[0] Send(grad2>0)"""
+    )
+
+
+def test_reduce_1f1b():
+    """Each bucket after its layer's last backward, ahead of the message that follows."""
+    tail = text(with_reduce(expand(LAST, [2]), EACH)).split("Recv(act2>1) ")[1]
+    assert tail == "F2[0] F2[1] B2[1] Reduce0 B2[0] Reduce1 Send(grad2>0)"
+    each = text(with_reduce(LAST, EACH, "microbatch"))
+    assert each == words(
+        """Recv(act0>1) F0 B0 Reduce0@0 Reduce1@0 Send(grad0>0)
+        Recv(act1>1) F1 B1 Reduce0@1 Reduce1@1 Send(grad1>0)
+        Recv(act2>1) F2 B2 Reduce0@2 Reduce1@2 Send(grad2>0)"""
+    )
+
+
+def test_reduce_of_a_leaf_tied_within_a_stage():
+    """A bucket that two layers share waits for the last of them: bugs.md row 37's order."""
+    ops = expand([F(0), B(0)], [3])
+    assert text(with_reduce(ops, [{(0, 0), (0, 2)}, {(0, 1)}])) == (
+        "F0[0] F0[1] F0[2] B0[2] B0[1] Reduce1 B0[0] Reduce0"
+    )
+
+
+def test_joined_buckets_keep_the_common_order():
+    """A joined bucket waits for those before it; the stage's own do not."""
+    ops = list(expand([F(0), B(0)], [2]))
+    buckets = [{(0, 1)}, {(0, 0)}, {(0, 1)}]
+    assert text(with_reduce(ops, buckets, joined=[1, 0])) == (
+        "F0[0] F0[1] B0[1] Reduce2 B0[0] Reduce1 Reduce0"
+    )
+    with pytest.raises(ScheduleError, match=r"buckets \[1, 0\] are joined"):
+        list(with_reduce(ops, buckets, "microbatch", joined=[1, 0]))
+
+
+def test_a_bucket_without_gradients_is_reduced_last():
+    """Others of its group may have some: half of DualPipe's microbatches go the other way."""
+    assert text(with_reduce([F(0), B(0)], [{(1, 0)}, {(0, 0)}])) == "F0 B0 Reduce0 Reduce1"
+    assert text(with_reduce([F(0), F(1)], [{(0, 0)}])) == "F0 F1"
+
+
+def test_gather_1f1b():
+    """Without prefetch a layer at a time; what the next op uses too is kept."""
+    stream = with_gather(expand(LAST, [2]), [{(0, 0)}, {(0, 1)}], prefetch=0)
+    assert text(stream) == words(
+        """Recv(act0>1) Gather0 F0[0] Release0 Gather1 F0[1] B0[1] Release1 Gather0 B0[0]
+        Send(grad0>0) Recv(act1>1) F1[0] Release0 Gather1 F1[1] B1[1] Release1 Gather0 B1[0]
+        Send(grad1>0) Recv(act2>1) F2[0] Release0 Gather1 F2[1] B2[1] Release1 Gather0 B2[0]
+        Release0 Send(grad2>0)"""
+    )
+
+
+def test_gather_looks_ahead():
+    """Three layers, one ahead: gathered an op before its use, given up right after it."""
+    stream = with_gather(expand([F(0), B(0)], [3]), [{(0, 0)}, {(0, 1)}, {(0, 2)}], prefetch=1)
+    assert text(stream) == words(
+        """Gather0 Gather1 F0[0] Release0 Gather2 F0[1] F0[2] B0[2] Release2
+        Gather0 B0[1] Release1 B0[0] Release0"""
+    )
+
+
+# --- interleaved, the first of two stages, 4 microbatches, 2 chunks ---
+
+FIRST = [op for op in plan("interleaved", 2, 4, chunks=2)[0] if not isinstance(op, Send | Recv)]
+
+
+def test_interleaved_by_hand():
+    """Reductions at the ends of the chunks; a gather lasts as long as its chunk runs."""
+    assert text(FIRST) == "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3"
+    assert text(with_reduce(FIRST, [{(1, 0)}, {(0, 0)}])).endswith(
+        "B1 B2.1 B3.1 Reduce0 B2 B3 Reduce1"
+    )
+    assert text(with_gather(FIRST, [{(0, 0)}, {(1, 0)}], prefetch=0)) == words(
+        """Gather0 F0 F1 Release0 Gather1 F0.1 F1.1 Release1 Gather0 F2 Release0 Gather1 B0.1
+        Release1 Gather0 F3 Release0 Gather1 B1.1 F2.1 Release1 Gather0 B0 Release0 Gather1 F3.1
+        Release1 Gather0 B1 Release0 Gather1 B2.1 B3.1 Release1 Gather0 B2 B3 Release0"""
+    )
+    assert Counter(map(type, with_gather(FIRST, [{(0, 0)}, {(1, 0)}], prefetch=1)))[Gather] == 2
+
+
+def test_offload_interleaved():
+    """At most 3 on the device: F1.1 drives out 1, F2 0, the return of 0 drives out 3, of 1 2."""
+    assert text(with_offload(FIRST, depth=3)) == words(
+        """F0 Offload0 F1 Offload1 F0.1 F1.1 F2 Offload2 B0.1 F3 Offload3 B1.1 F2.1 Reload0 B0
+        F3.1 Reload1 B1 B2.1 B3.1 Reload2 B2 Reload3 B3"""
+    )
+
+
+def test_offload_refuses_what_cannot_be():
+    """Between I and W nothing leaves; B at once is never offloaded."""
+    assert text(with_offload([F(0), B(0), F(1), B(1)], depth=1)) == "F0 B0 F1 B1"
+    assert text(with_offload([F(0), F(1)], depth=1)) == "F0 F1"
+    with pytest.raises(ScheduleError, match=r"depth is 1, but at F1 \(op 2\).* keep 1 on the"):
+        list(with_offload([F(0), I(0), F(1), W(0), I(1), W(1)], depth=1))
+    with pytest.raises(ScheduleError, match="depth is 0"):
+        list(with_offload([F(0)], depth=0))
+
+
+# --- a zero-bubble order with I and W ---
+
+ZERO = [F(0), F(1), I(0), F(2), I(1), W(0), I(2), W(1), W(2)]
+
+
+def test_zero_bubble_by_hand():
+    """Complete after the last W; W uses no parameters; the forward runs again before I."""
+    assert list(split([F(0), F(1), B(0), F(2), B(1), B(2)], delay=1)) == ZERO
+    assert text(with_reduce(expand(ZERO, [2]), EACH)).endswith("W2[1] Reduce0 W2[0] Reduce1")
+    assert text(with_reduce(ZERO, [{(0, 0)}], "microbatch")) == (
+        "F0 F1 I0 F2 I1 W0 Reduce0@0 I2 W1 Reduce0@1 W2 Reduce0@2"
+    )
+    assert text(with_gather(ZERO, [{(0, 0)}], 0)) == ("Gather0 F0 F1 I0 F2 I1 W0 I2 Release0 W1 W2")
+    assert text(with_recompute(ZERO)) == (
+        "F0 F1 Recompute0 I0 F2 Recompute1 I1 W0 Recompute2 I2 W1 W2"
+    )
+
+
+def test_i_after_the_last_w_of_its_layer_completes_too():
+    """Parameters that are not matrices get their gradients in I."""
+    ops = [F(0), F(1), I(0), W(0), F(2, 1), I(1), W(1)]
+    assert text(with_reduce([op for op in ops if op != W(1)], [{(0, 0)}])).endswith("I1 Reduce0")
+
+
+def test_recompute_by_layers():
+    """The first layer of each chunk, or the layers named; whole chunks cannot be cut."""
+    ops = list(expand([F(0), B(0)], [2]))
+    assert text(with_recompute(ops, 1)) == "F0[0] F0[1] B0[1] Recompute0[0] B0[0]"
+    assert text(with_recompute(ops, {(0, 1)})) == "F0[0] F0[1] Recompute0[1] B0[1] B0[0]"
+    assert text(expand(with_recompute([F(0), B(0)]), [2])) == (
+        "F0[0] F0[1] Recompute0[0] Recompute0[1] B0[1] B0[0]"
+    )
+    with pytest.raises(ScheduleError, match="B0 is on a whole chunk: `expand` it"):
+        list(with_recompute([F(0), B(0)], 1))
+
+
+def test_splitting_after_expanding_keeps_layers():
+    """Layer by layer, which is one more order that the checker takes."""
+    ops = list(split(expand([F(0), B(0)], [2])))
+    assert text(ops) == "F0[0] F0[1] I0[1] W0[1] I0[0] W0[0]"
+    assert list(bare(ops, [2])) == [F(0), I(0), W(0)]
+    check_extras([ops], [Extras(layers=(2,))])
+
+
+def test_bad_numbers_are_refused_by_name():
+    """A chunk or layer that there is not, and a negative prefetch."""
+    one = frozenset({(0, 2)})
+    for wrong, message in (
+        (lambda: Extras(layers=(2,), reduce=(one,)), "reduce bucket 0 names layer 2 of chunk 0"),
+        (lambda: Extras(layers=(2,), recompute=one), "recompute names layer 2 of chunk 0, .* 2"),
+        (lambda: Extras(reduce=(one,), joined=((1, "a"),)), "joined are buckets .1., .* are 1"),
+        (lambda: Extras(reduce=(one,), window="microbatch", joined=((0, "a"),)), "once a step"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            wrong()
+    with pytest.raises(ScheduleError, match=r"F0\.1: chunk 1, but layers are given of 1"):
+        list(expand([F(0, 1)], [2]))
+    with pytest.raises(ScheduleError, match="prefetch is -1"):
+        list(with_gather([F(0)], [], -1))
+
+
+# --- every schedule ---
+
+
+@st.composite
+def dressed(draw):
+    """A schedule's streams, and extras for each stage that fit them."""
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    row = SCHEDULES[name]
+    stages = 1 if name == "none" else draw(st.integers(1, 4))
+    sizes = Sizes(stages, draw(st.integers(1, 9)), row.chunks or draw(st.integers(1, 3)))
+    assume(not row.refuse(sizes))
+    streams = plan(name, sizes.stages, sizes.microbatches, chunks=sizes.chunks)
+    return row.place(sizes), streams, [draw(extras(sizes.chunks)) for _ in streams]
+
+
+@st.composite
+def extras(draw, chunks):
+    """Buckets that cut, cover or share layers, and any choice of the rest."""
+    counts = tuple(draw(st.lists(st.integers(0, 3), min_size=chunks, max_size=chunks)))
+    layers = [(c, i) for c, count in enumerate(counts) for i in range(count)]
+    one = st.frozensets(st.sampled_from(layers)) if layers else st.just(frozenset())
+    buckets = st.lists(one, max_size=4).map(tuple)
+    which = st.sampled_from([None, "full"]) if 0 in counts else st.sampled_from([None, "full", 1])
+    return Extras(
+        layers=counts,
+        reduce=draw(buckets),
+        window=draw(st.sampled_from(["step", "microbatch"])),
+        gather=draw(buckets),
+        prefetch=draw(st.integers(0, 3)),
+        recompute=draw(which | (st.none() if 0 in counts else one)),
+        offload=draw(st.none() | st.integers(2, 5)),
+    )
+
+
+def holds(bucket, op):
+    """Whether a bucket has a layer of an op."""
+    return any(chunk == op.chunk and op.layer in (None, layer) for chunk, layer in bucket)
+
+
+def dress(streams, asked):
+    """All streams with their extras; sizes that memory cannot hold are not looked at."""
+    try:
+        return [list(with_extras(s, e)) for s, e in zip(streams, asked, strict=True)]
+    except ScheduleError as error:
+        assert "between" in str(error) or "backwards that have begun" in str(error)
+        assume(False)
+
+
+@given(dressed())
+def test_transformers_compose_and_are_undone(case):
+    """What is inserted is accepted, and without it the stream is what it was."""
+    place, streams, asked = case
+    full = dress(streams, asked)
+    check_extras(full, asked)
+    plain = [tuple(bare(ops, one.layers)) for ops, one in zip(full, asked, strict=True)]
+    assert plain == list(streams)
+    check(plain, place=Placement(place.stages, place.chunks, place.wave, place.replicas))
+
+
+@given(dressed())
+def test_transformers_compose_in_other_orders(case):
+    """Gathers first, then recomputing, offloading and reductions; layers at any time."""
+    _, streams, asked = case
+    dress(streams, asked)
+    for ops, one in zip(streams, asked, strict=True):
+        ops = with_gather(expand(ops, one.layers), one.gather, one.prefetch)
+        if one.reduce:
+            ops = with_reduce(ops, one.reduce, one.window)
+        if one.recompute is not None:
+            ops = with_recompute(ops, one.recompute)
+        if one.offload is not None:
+            ops = with_offload(ops, one.offload)
+        check_extras([list(ops)], [one])
+
+
+@given(dressed())
+def test_no_more_is_gathered_and_kept_than_asked_for(case):
+    """Buckets: what an op uses and the prefetch; activations: the depth; nothing in vain."""
+    _, streams, asked = case
+    for ops, one in zip(dress(streams, asked), asked, strict=True):
+        here, used, device = set(), set(), set()
+        for op in ops:
+            match op:
+                case Gather(k):
+                    here.add(k)
+                    used.discard(k)
+                case Release(k):
+                    here.remove(k)
+                    assert k in used
+                case F() | B() | I() | Recompute():
+                    needs = {k for k, b in enumerate(one.gather) if holds(b, op)}
+                    assert needs <= here and (not needs or len(here) <= len(needs) + one.prefetch)
+                    used |= needs
+            match op:
+                case F() | Reload():
+                    device.add((op.mb, op.chunk))
+                case Offload():
+                    device.remove((op.mb, op.chunk))
+                case B(_, _, layer) | W(_, _, layer) if not layer:
+                    device.discard((op.mb, op.chunk))
+            assert one.offload is None or len(device) <= one.offload
