@@ -5,11 +5,35 @@
 
 from mfun.schedule.check import check, find, plan
 from mfun.schedule.clock import Event, Flight, Timing, simulate_time
+from mfun.schedule.collective_check import check_extras, check_order, dress
 from mfun.schedule.dual import dualpipe, dualpipev
+from mfun.schedule.gather import with_gather
 from mfun.schedule.generators import forward_only, gpipe, none, one_f_one_b
+from mfun.schedule.layers import Buckets, bare, expand
 from mfun.schedule.looped import interleaved, looped_bfs
 from mfun.schedule.messages import with_p2p
-from mfun.schedule.ops import B, Compute, F, I, Message, Op, Recv, ScheduleError, Send, Tag, W
+from mfun.schedule.offload import with_offload
+from mfun.schedule.ops import (
+    AnyOp,
+    B,
+    Compute,
+    Extra,
+    F,
+    Gather,
+    I,
+    Message,
+    Offload,
+    Op,
+    Recompute,
+    Recv,
+    Reduce,
+    Release,
+    Reload,
+    ScheduleError,
+    Send,
+    Tag,
+    W,
+)
 from mfun.schedule.rendezvous import rendezvous
 from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.split import merge, split
@@ -19,21 +43,32 @@ from mfun.schedule.table import SCHEDULES, Schedule
 from mfun.schedule.timeline import grid, timeline
 from mfun.schedule.torch_csv import from_csv, to_csv
 from mfun.schedule.trace import to_trace
+from mfun.schedule.transforms import Extras, with_extras, with_recompute, with_reduce
 from mfun.schedule.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zbv
 
 __all__ = [
     "SCHEDULES",
+    "AnyOp",
     "B",
+    "Buckets",
     "Compute",
     "Costs",
     "Event",
+    "Extra",
+    "Extras",
     "F",
     "Flight",
+    "Gather",
     "I",
     "Message",
+    "Offload",
     "Op",
     "Placement",
+    "Recompute",
     "Recv",
+    "Reduce",
+    "Release",
+    "Reload",
     "Schedule",
     "ScheduleError",
     "Send",
@@ -41,10 +76,15 @@ __all__ = [
     "Tag",
     "Timing",
     "W",
+    "bare",
     "batches",
     "check",
+    "check_extras",
+    "check_order",
+    "dress",
     "dualpipe",
     "dualpipev",
+    "expand",
     "find",
     "forward_only",
     "from_csv",
@@ -67,7 +107,12 @@ __all__ = [
     "to_trace",
     "v_half",
     "v_min",
+    "with_extras",
+    "with_gather",
+    "with_offload",
     "with_p2p",
+    "with_recompute",
+    "with_reduce",
     "zb_h1",
     "zb_h2",
     "zb_interleaved",
