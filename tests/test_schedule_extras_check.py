@@ -8,7 +8,7 @@ from extras_cases import dress, dressed, holds
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mfun.schedule import B, F, I, Recv, ScheduleError, Send, W, plan
+from mfun.schedule import B, F, I, Recv, ScheduleError, Send, W, check, plan
 from mfun.schedule.collective_check import Names, check_extras, check_order
 from mfun.schedule.ops import Gather, Offload, Recompute, Reduce, Release, Reload
 from mfun.schedule.transforms import Extras, with_extras
@@ -30,6 +30,7 @@ def test_an_early_reduction_is_refused_with_the_ops_around_it():
     """The op, what still adds to its bucket, and the neighbours, as `check` prints them."""
     ops = list(with_extras([F(0), B(0), F(1), B(1)], Extras(layers=(2,), reduce=BOTH)))
     at = ops.index(Reduce(1))
+    check([ops], extras=[Extras(layers=(2,), reduce=BOTH)])
     ops[at - 1], ops[at] = ops[at], ops[at - 1]
     assert refused(ops, Extras(layers=(2,), reduce=BOTH)) == (
         "stage 0, op 6: Reduce1 runs before B1[1], which adds to bucket 1\n"
@@ -116,6 +117,18 @@ def test_refusals_name_the_op(extras, ops, message):
     assert message in text
     at = re.match(r"stage 0, op (\d+)", text)
     assert at is None or f">>{ops[int(at[1])]}<<" in text
+
+
+def test_check_takes_extras_and_refuses_what_it_was_not_told():
+    """The schedule's own rules hold with them; without them an inserted op is foreign."""
+    ops = list(with_extras([F(0), B(0), F(1), B(1)], STEP))
+    check([ops], extras=[STEP])
+    with pytest.raises(ScheduleError, match="stage 0, op 4: Reduce0 is not an op of this schedule"):
+        check([ops])
+    with pytest.raises(ScheduleError, match=r"F0\[1\] is of one layer, but nothing was said of"):
+        check([list(with_extras([F(0), B(0)], LAYERS))])
+    with pytest.raises(ScheduleError, match="op 0: B0 runs before F0"):
+        check([[B(0), F(0), Reduce(0)]], extras=[STEP])
 
 
 # --- every schedule ---

@@ -9,37 +9,33 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import zip_longest
 from operator import attrgetter
+from typing import cast
 
+from mfun.schedule.collective_check import check_extras, excerpt
 from mfun.schedule.generators import forward_only as forwards
+from mfun.schedule.layers import COMPUTES, bare
 from mfun.schedule.messages import with_p2p
-from mfun.schedule.ops import Op, Recv, ScheduleError, Send
+from mfun.schedule.ops import AnyOp, Op, Recv, ScheduleError, Send
 from mfun.schedule.rendezvous import rendezvous, stuck_grid
 from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.streams import Placement
 from mfun.schedule.table import SCHEDULES, Schedule
+from mfun.schedule.transforms import Extras
 from mfun.schedule.walk import Walk
-
-
-def _excerpt(stage: int, ops: Sequence[Op], at: int, around: int = 3) -> str:
-    """The ops around one, with it in marks: `stage 1 | ... F0 >>B1<< F2 ...`."""
-    first, end = max(at - around, 0), at + around + 1
-    texts = [f">>{op}<<" if i == at else str(op) for i, op in enumerate(ops[first:end], first)]
-    before, after = ["..."] * (first > 0), ["..."] * (end < len(ops))
-    return f"stage {stage} | {' '.join([*before, *texts, *after])}"
 
 
 def _check_stage(walk: Walk, ops: Sequence[Op]) -> None:
     """Refuse a stage whose stream is incomplete, out of order, without inputs, or too large."""
-    step: dict[type, Callable[..., str | None]] = walk.steps
+    step = walk.steps
     for at, op in enumerate(ops):
         if wrong := step[type(op)](op):
             where = f"stage {walk.stage}, op {at}"
-            raise ScheduleError(f"{where}: {wrong}\n{_excerpt(walk.stage, ops, at)}")
+            raise ScheduleError(f"{where}: {wrong}\n{excerpt(walk.stage, ops, at)}")
     if wrong := walk.ending():
         raise ScheduleError(f"stage {walk.stage}: the stream ends, but {wrong}")
 
@@ -77,18 +73,27 @@ def _unmet(a: int, b: int, sent: Send | None, taken: Recv | None) -> str:
 
 def _microbatches(streams: Sequence[Sequence[Op]]) -> int:
     """One more than the largest microbatch of any compute op."""
-    return 1 + max(
-        (op.mb for ops in streams for op in ops if not isinstance(op, Send | Recv)), default=0
-    )
+    return 1 + max((op.mb for ops in streams for op in ops if isinstance(op, COMPUTES)), default=0)
+
+
+def _plain(
+    streams: Sequence[Sequence[AnyOp]], extras: Sequence[Extras] | None
+) -> Sequence[Sequence[Op]]:
+    """The schedule's own ops, once what was inserted is right."""
+    if extras is None:  # any other op is refused by the walk
+        return cast(Sequence[Sequence[Op]], streams)
+    check_extras(streams, extras)
+    return [list(bare(ops, asked.layers)) for ops, asked in zip(streams, extras, strict=True)]
 
 
 def check(
-    streams: Sequence[Sequence[Op]],
+    streams: Sequence[Sequence[AnyOp]],
     forward_only: bool = False,
     *,
     microbatches: int | None = None,
     place: Placement | None = None,
     in_flight: Sequence[int] | None = None,
+    extras: Sequence[Extras] | None = None,
 ) -> None:
     """Refuse streams that are incomplete or out of order, would hang, or keep too much in memory.
 
@@ -99,6 +104,7 @@ def check(
       place: where virtual stages are; None is one chunk a stage.
       in_flight: per stage, the most forwards that may wait for their `B` or `W`; None sets no
         bound.
+      extras: per stage, what was inserted (`with_extras`); None is nothing.
     Raises:
       ScheduleError: the stage, the ops and their neighbours; for a deadlock, the stuck stages.
     Example:
@@ -111,6 +117,7 @@ def check(
       mfun.schedule.ops.ScheduleError: stage 1, op 1: B0 runs before F0
       stage 1 | Recv(act0>1) >>B0<< F0 Send(grad0>0) Recv(act1>1) ...
     """
+    streams = _plain(streams, extras)
     count = _microbatches(streams) if microbatches is None else microbatches
     Sizes(len(streams), count)  # refuses numbers out of range
     place = Placement(len(streams)) if place is None else place

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 
-from mfun.schedule.ops import B, Compute, F, I, Recv, Send, Tag, W, tag_text
+from mfun.schedule.ops import AnyOp, B, Compute, F, I, Recv, Send, Tag, W, tag_text
 from mfun.schedule.streams import Placement, routes
 
 # What has run of one microbatch on one chunk, as bits.
@@ -42,7 +43,10 @@ class Walk:
         self.stage, self.place, self.forward_only, self.bound = stage, place, forward_only, bound
         self.routes = routes(stage, place)
         self.users = {(r.takes, r.here): (r.source, c) for (_, c), r in self.routes.items()}
-        self.steps = {Send: self.send, Recv: self.recv, **dict.fromkeys(_LIVE, self.compute)}
+        self.steps: defaultdict[type[AnyOp], Callable[..., str | None]] = defaultdict(
+            lambda: _foreign,
+            {Send: self.send, Recv: self.recv, **dict.fromkeys(_LIVE, self.compute)},
+        )
         self.ran = {
             (mb, chunk): 0
             for chunk in range(place.chunks)
@@ -116,8 +120,15 @@ class Walk:
         return None
 
 
+def _foreign(op: AnyOp) -> str:
+    """Why an op cannot run that was inserted."""
+    return f"{op} is not an op of this schedule, without extras"
+
+
 def _why(op: Compute, ran: int) -> str:
     """Why an op cannot run when this much has: too early, twice, or instead of another."""
+    if op.layer is not None:
+        return f"{op} is of one layer, but nothing was said of layers: name the extras"
     if not isinstance(op, F) and not ran & _FORWARD:
         return f"{op} runs before {F(op.mb, op.chunk)}"
     if isinstance(op, W) and not ran & _INPUTS:
