@@ -3,7 +3,7 @@
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from mfun.schedule import SCHEDULES, ScheduleError, Sizes, plan
+from mfun.schedule import SCHEDULES, ScheduleError, Sizes, forward_only, plan, with_p2p
 from mfun.schedule.transforms import Extras, with_extras
 
 
@@ -55,3 +55,10 @@ def dress(streams, asked):
     except ScheduleError as error:
         assert "between" in str(error) or "backwards that have begun" in str(error)
         assume(False)
+
+
+def forward_streams(place, streams):
+    """The streams of the same sizes for evaluation."""
+    count = 1 + max(op.mb for ops in streams for op in ops)
+    sizes = Sizes(place.stages, count, place.chunks)
+    return with_p2p([forward_only(s, sizes, place) for s in range(place.stages)], place)

@@ -1,6 +1,7 @@
 """What is inserted into streams: written by hand, and as properties of every schedule."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from extras_cases import dress, dressed, holds, text
@@ -203,6 +204,8 @@ def test_bad_numbers_are_refused_by_name():
 
 # --- every schedule ---
 
+GATHERS = (Gather, Release)
+
 
 @given(dressed())
 def test_transformers_compose_and_are_undone(case):
@@ -256,3 +259,20 @@ def test_no_more_is_gathered_and_kept_than_asked_for(case):
                 case B(_, _, layer) | W(_, _, layer) if not layer:
                     device.discard((op.mb, op.chunk))
             assert one.offload is None or len(device) <= one.offload
+
+
+@given(dressed())
+def test_nothing_is_gathered_again_that_is_used_next(case):
+    """Without prefetch: one gather for each run of ops that use the bucket."""
+    _, streams, asked = case
+    for ops, one in zip(dress(streams, asked), asked, strict=True):
+        alone = list(with_gather((op for op in ops if not isinstance(op, GATHERS)), one.gather, 0))
+        for bucket, members in enumerate(one.gather):
+            uses = [
+                holds(members, op)
+                for op in alone
+                if isinstance(op, F | B | I | Recompute)
+                and any(holds(other, op) for other in one.gather)
+            ]
+            runs = sum(now and not before for before, now in pairwise([False, *uses]))
+            assert alone.count(Gather(bucket)) == runs == alone.count(Release(bucket))

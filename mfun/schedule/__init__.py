@@ -3,9 +3,9 @@
 `plan` gives the streams that the executor runs, `check` refuses wrong ones, `timeline` draws them.
 """
 
-from mfun.schedule.check import check, find, plan
+from mfun.schedule.check import check, dress, find, plan
 from mfun.schedule.clock import Event, Flight, Timing, simulate_time
-from mfun.schedule.collective_check import check_extras, check_order, dress
+from mfun.schedule.collective_check import check_extras, check_order
 from mfun.schedule.dual import dualpipe, dualpipev
 from mfun.schedule.gather import with_gather
 from mfun.schedule.generators import forward_only, gpipe, none, one_f_one_b

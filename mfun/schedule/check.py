@@ -25,7 +25,7 @@ from mfun.schedule.rendezvous import rendezvous, stuck_grid
 from mfun.schedule.sizes import Costs, Sizes
 from mfun.schedule.streams import Placement
 from mfun.schedule.table import SCHEDULES, Schedule
-from mfun.schedule.transforms import Extras
+from mfun.schedule.transforms import Extras, with_extras
 from mfun.schedule.walk import Walk
 
 
@@ -200,3 +200,28 @@ def plan(
         streams = with_p2p(computes, place, costs)
         check(streams, forward_only, microbatches=microbatches, place=place, in_flight=bounds)
     return streams
+
+
+def dress(
+    streams: Sequence[Sequence[Op]], extras: Sequence[Extras]
+) -> tuple[tuple[AnyOp, ...], ...]:
+    """Every stage's stream with its extras, checked: what the executor runs.
+
+    Args:
+      streams: of all stages, as `plan` gives them.
+      extras: of all stages.
+    Returns: one tuple of ops a stage.
+    Raises:
+      ScheduleError: numbers that do not fit, or an order that not all members agree on.
+    Example:
+      >>> from mfun.schedule.ops import B, F
+      >>> layer = frozenset({(0, 0)})
+      >>> print(*dress([[F(0), B(0)]], [Extras(reduce=(layer,), recompute="full")])[0])
+      F0 Recompute0 B0 Reduce0
+    """
+    with _uncollected():
+        dressed = tuple(
+            tuple(with_extras(ops, asked)) for ops, asked in zip(streams, extras, strict=True)
+        )
+        check_extras(dressed, extras)
+    return dressed

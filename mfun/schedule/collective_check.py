@@ -15,14 +15,13 @@ from mfun.schedule.ops import (
     AnyOp,
     Gather,
     Offload,
-    Op,
     Recompute,
     Reduce,
     Release,
     Reload,
     ScheduleError,
 )
-from mfun.schedule.transforms import Extras, with_extras
+from mfun.schedule.transforms import Extras
 
 Names = Mapping[tuple[type[Reduce | Gather], int], Hashable]
 """Of one stream: its collectives by type and bucket, and a name that all who take part use."""
@@ -62,7 +61,7 @@ def _concerns(
     if extras.recompute is not None:
         found.append(Recomputes(extras.recompute))
     if extras.offload is not None:
-        found.append(Offloads(extras.offload, extras.layers))
+        found.append(Offloads(ops, extras.offload, extras.layers))
     return found
 
 
@@ -231,27 +230,3 @@ def check_order(
     meetings.run()
     if wrong := meetings.wrong():
         raise ScheduleError(wrong)
-
-
-def dress(
-    streams: Sequence[Sequence[Op]], extras: Sequence[Extras]
-) -> tuple[tuple[AnyOp, ...], ...]:
-    """Every stage's stream with its extras, checked: what the executor runs.
-
-    Args:
-      streams: of all stages, as `plan` gives them.
-      extras: of all stages.
-    Returns: one tuple of ops a stage.
-    Raises:
-      ScheduleError: numbers that do not fit, or an order that not all members agree on.
-    Example:
-      >>> from mfun.schedule.ops import B, F
-      >>> layer = frozenset({(0, 0)})
-      >>> print(*dress([[F(0), B(0)]], [Extras(reduce=(layer,), recompute="full")])[0])
-      F0 Recompute0 B0 Reduce0
-    """
-    dressed = tuple(
-        tuple(with_extras(ops, asked)) for ops, asked in zip(streams, extras, strict=True)
-    )
-    check_extras(dressed, extras)
-    return dressed

@@ -166,13 +166,17 @@ class Recomputes:
 class Offloads:
     """What has left the device is back before it is used, and what is on it has room.
 
+    Without backwards nothing is kept.
+
     Args:
+      stream: the stage's ops.
       depth: most items on the device.
       layers: how many layers each chunk has.
     """
 
-    def __init__(self, depth: int, layers: Sequence[int]) -> None:
+    def __init__(self, stream: Sequence[AnyOp], depth: int, layers: Sequence[int]) -> None:
         self.depth, self.layers = depth, layers
+        self.trains = any(isinstance(op, (B, W)) for op in stream)
         self.here: dict[tuple[int, int], str] = {}  # what was done with it last
         self.away: dict[tuple[int, int], int] = {}  # and the place of its offload
         self.rules: Rules = {
@@ -192,7 +196,7 @@ class Offloads:
 
     def full(self, op: AnyOp) -> str | None:
         """More than there is room for."""
-        if len(self.here) <= self.depth:
+        if len(self.here) <= self.depth or not self.trains:
             return None
         return f"{op} makes {len(self.here)} on the device, above the depth of {self.depth}"
 
