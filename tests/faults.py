@@ -16,6 +16,7 @@ from mfun.comm.collectives import DUALS, Rule
 from mfun.grads.table import Kind
 from mfun.pipeline import mailbox
 from mfun.schedule import Recv, Send
+from tests import extras_properties as inserted
 from tests import properties as holds
 from tests.planting import Plant, all_of, edit, put, row
 from tests.properties import Property, train
@@ -1794,11 +1795,168 @@ GUARDS = (
     ),
 )
 
+STREAMS = (
+    Fault(
+        "backwards of layers ascend",
+        edit(
+            "schedule.layers:expand",
+            ("order if kind is F or kind is Recompute else reversed(order)", "order"),
+        ),
+        inserted.transformed,
+        "layers: ",
+        "the last layer's gradient is not there yet",
+    ),
+    Fault(
+        "a bucket is reduced before its weights' gradients",
+        edit(
+            "schedule.transforms:_complete", ("isinstance(op, BACKWARD)", "isinstance(op, (B, I))")
+        ),
+        inserted.transformed,
+        "split: ",
+        "all that W adds is on one rank only",
+    ),
+    Fault(
+        "a window of a microbatch is the whole step",
+        edit("schedule.transforms:_complete", ('None if window == "step" else op.mb', "None")),
+        inserted.transformed,
+        "windows: ",
+        "sharded gradients are never freed",
+    ),
+    Fault(
+        "joined buckets are reduced as they complete",
+        edit(
+            "schedule.transforms:_complete",
+            ("at = max(at, last.get((bucket, None), end))", "at = last.get((bucket, None), end)"),
+        ),
+        inserted.transformed,
+        "joined: ",
+        "stages wait for each other in different reductions",
+    ),
+    Fault(
+        "a bucket without gradients is not reduced",
+        edit(
+            "schedule.transforms:_complete",
+            ("for bucket in own}", "for bucket in own if (bucket, None) in last}"),
+        ),
+        inserted.transformed,
+        "unused: ",
+        "the mirrored stage waits for ever",
+    ),
+    Fault(
+        "what is used last is gathered first",
+        edit(
+            "schedule.gather:_wanted",
+            ("islice(reversed(soon), prefetch)", "islice(soon, prefetch)"),
+        ),
+        inserted.transformed,
+        "prefetch: ",
+        "memory for nothing",
+    ),
+    Fault(
+        "parameters stay gathered after the step",
+        edit("schedule.gather:with_gather", ("if now:", "if False:")),
+        inserted.transformed,
+        "gathers: ",
+        "stale parameters in the next step",
+    ),
+    Fault(
+        "an I does not recompute",
+        edit("schedule.transforms:with_recompute", ("isinstance(op, (B, I))", "isinstance(op, B)")),
+        inserted.transformed,
+        "recomputing: ",
+        "no pullback to call",
+    ),
+    Fault(
+        "the checker accepts an early reduction",
+        edit("schedule.collective_walk:Reduces.reduce", ("if self.last[key] > at:", "if False:")),
+        inserted.bad_extras,
+        "an early reduction",
+        "the last gradients are on one rank only",
+    ),
+    Fault(
+        "the checker accepts a second reduction",
+        edit("schedule.collective_walk:Reduces.reduce", ("if key in self.done:", "if False:")),
+        inserted.bad_extras,
+        "a reduction twice",
+        "gradients are summed twice",
+    ),
+    Fault(
+        "the checker accepts parameters that are not there",
+        edit("schedule.collective_walk:Gathers.use", ("if bucket not in self.now:", "if False:")),
+        inserted.bad_extras,
+        "a use of what is released",
+        "a backward through freed memory",
+    ),
+    Fault(
+        "the checker accepts a second gather",
+        edit("schedule.collective_walk:Gathers.gather", ("if op.bucket in self.now:", "if False:")),
+        inserted.bad_extras,
+        "a gather twice",
+        "communication for nothing",
+    ),
+    Fault(
+        "the checker does not miss a recomputation",
+        edit("schedule.layer_walk:Recomputes.use", ("if not again and", "if False and")),
+        inserted.bad_extras,
+        "a missing recomputation",
+        "no pullback to call",
+    ),
+    Fault(
+        "the checker accepts activations that are away",
+        edit("schedule.layer_walk:Offloads.use", ("if item in self.away:", "if False:")),
+        inserted.bad_extras,
+        "a use of what is away",
+        "a backward through freed memory",
+    ),
+    Fault(
+        "the checker does not count the device's activations",
+        edit("schedule.layer_walk:Offloads.full", ("or not self.trains", "or True")),
+        inserted.bad_extras,
+        "too much on the device",
+        "out of memory",
+    ),
+    Fault(
+        "the checker accepts layers in any order",
+        edit(
+            "schedule.layer_walk:Layers.layer", ("if (kind, mb, chunk, layer) != due:", "if False:")
+        ),
+        inserted.bad_extras,
+        "layers out of order",
+        "a layer on another layer's input",
+    ),
+    Fault(
+        "the checker accepts a parted batch of messages",
+        edit("schedule.layer_walk:Layers.extra", ("if isinstance(after, ENDS):", "if False:")),
+        inserted.bad_extras,
+        "a batch of messages that is parted",
+        "both neighbours wait in a send",
+    ),
+    Fault(
+        "the checker does not look at a stream's end",
+        edit(
+            "schedule.collective_check:_check_stage", ("if wrong := concern.ending():", "if False:")
+        ),
+        inserted.bad_extras,
+        "a missing reduction",
+        "a bucket is never reduced",
+    ),
+    Fault(
+        "the checker does not compare members",
+        edit(
+            "schedule.collective_check:check_order", ("if wrong := meetings.wrong():", "if False:")
+        ),
+        inserted.bad_extras,
+        "another order on one member",
+        "a bad order would hang on a cluster instead",
+    ),
+)
+
 AREAS: dict[str, tuple[Fault, ...]] = {
     "collectives": COLLECTIVES,
     "reductions": REDUCTIONS,
     "normalisation": NORMALISATION,
     "pipeline": PIPELINE,
+    "what is inserted into streams": STREAMS,
     "model": MODEL,
     "loss": LOSS,
     "randomness": RANDOM,
