@@ -31,14 +31,13 @@ def extras(draw, chunks):
     layers = [(c, i) for c, count in enumerate(counts) for i in range(count)]
     one = st.frozensets(st.sampled_from(layers)) if layers else st.just(frozenset())
     buckets = st.lists(one, max_size=4).map(tuple)
-    which = st.sampled_from([None, "full"]) if 0 in counts else st.sampled_from([None, "full", 1])
     return Extras(
         layers=counts,
         reduce=draw(buckets),
         window=draw(st.sampled_from(["step", "microbatch"])),
         gather=draw(buckets),
         prefetch=draw(st.integers(0, 3)),
-        recompute=draw(which | (st.none() if 0 in counts else one)),
+        recompute=draw(st.sampled_from([None, "full", 1, 2]) | one),
         offload=draw(st.none() | st.integers(2, 5)),
     )
 

@@ -175,6 +175,9 @@ def test_recompute_by_layers():
     )
     with pytest.raises(ScheduleError, match="B0 is on a whole chunk: `expand` it"):
         list(with_recompute([F(0), B(0)], 1))
+    with pytest.raises(ScheduleError, match="B0 is on a whole chunk: `expand` it"):
+        list(with_recompute([F(0), B(0)], {(0, 1)}))
+    assert list(with_recompute([F(0), B(0)], {(1, 1)})) == [F(0), B(0)]
 
 
 def test_splitting_after_expanding_keeps_layers():
@@ -191,6 +194,10 @@ def test_bad_numbers_are_refused_by_name():
     for wrong, message in (
         (lambda: Extras(layers=(2,), reduce=(one,)), "reduce bucket 0 names layer 2 of chunk 0"),
         (lambda: Extras(layers=(2,), recompute=one), "recompute names layer 2 of chunk 0, .* 2"),
+        (
+            lambda: Extras(**{"recompute": "half"}),
+            'recompute is "half", but the only word is "full"',
+        ),
         (lambda: Extras(reduce=(one,), joined=((1, "a"),)), "joined are buckets .1., .* are 1"),
         (lambda: Extras(reduce=(one,), window="microbatch", joined=((0, "a"),)), "once a step"),
     ):
@@ -226,8 +233,8 @@ def test_transformers_compose_in_other_orders(case):
         ops = with_gather(expand(ops, one.layers), one.gather, one.prefetch)
         if one.reduce:
             ops = with_reduce(ops, one.reduce, one.window)
-        if one.recompute is not None:
-            ops = with_recompute(ops, one.recompute)
+        if one.which is not None:
+            ops = with_recompute(ops, one.which)
         if one.offload is not None:
             ops = with_offload(ops, one.offload)
         check_extras([list(ops)], [one])
@@ -239,6 +246,9 @@ def test_no_more_is_gathered_and_kept_than_asked_for(case):
     _, streams, asked = case
     for ops, one in zip(dress(streams, asked), asked, strict=True):
         here, used, device = set(), set(), set()
+        main = [op for op in ops if isinstance(op, F | B | I | W | Offload)]
+        for op, after in pairwise(main):  # never what is used at once
+            assert not isinstance(op, Offload) or (op.mb, op.chunk) != (after.mb, after.chunk)
         for op in ops:
             match op:
                 case Gather(k):

@@ -58,8 +58,8 @@ def _concerns(
         found.append(Reduces(ops, extras.reduce, extras.window))
     if extras.gather:
         found.append(Gathers(extras.gather))
-    if extras.recompute is not None:
-        found.append(Recomputes(extras.recompute))
+    if (which := extras.which) is not None:
+        found.append(Recomputes(which))
     if extras.offload is not None:
         found.append(Offloads(ops, extras.offload, extras.layers))
     return found

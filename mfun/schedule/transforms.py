@@ -105,7 +105,9 @@ def recomputes(which: Which, op: B | I | Recompute) -> bool:
     if which == "full":
         return True
     if op.layer is None:
-        raise ScheduleError(f"{op} is on a whole chunk: `expand` it to recompute some layers")
+        if isinstance(which, int) or any(chunk == op.chunk for chunk, _ in which):
+            raise ScheduleError(f"{op} is on a whole chunk: `expand` it to recompute some layers")
+        return False
     if isinstance(which, int):
         return op.layer < which
     return (op.chunk, op.layer) in which
@@ -168,12 +170,22 @@ class Extras:
         for name, buckets in (("reduce", self.reduce), ("gather", self.gather)):
             for bucket, members in enumerate(buckets):
                 self._refuse_layers(f"{name} bucket {bucket}", members)
+        if isinstance(self.recompute, str) and self.recompute != "full":
+            raise ScheduleError(f'recompute is "{self.recompute}", but the only word is "full"')
         if not isinstance(self.recompute, int | str | None):
             self._refuse_layers("recompute", self.recompute)
         joined = [bucket for bucket, _ in self.joined]
         if len({*joined} & {*range(len(self.reduce))}) < len(joined):
             raise ScheduleError(f"joined are buckets {joined}, but there are {len(self.reduce)}")
         _refuse_joined(joined, self.window)
+
+    @property
+    def which(self) -> Which | None:
+        """What is recomputed, without a number where layers are known: some chunks have none."""
+        if not isinstance(self.recompute, int) or not self.layers:
+            return self.recompute
+        counts = [min(self.recompute, count) for count in self.layers]
+        return frozenset((chunk, i) for chunk, count in enumerate(counts) for i in range(count))
 
     def _refuse_layers(self, what: str, members: Collection[tuple[int, int]]) -> None:
         for chunk, layer in members if self.layers else ():
@@ -201,8 +213,8 @@ def with_extras(ops: Iterable[AnyOp], extras: Extras) -> Iterator[AnyOp]:
     """
     if extras.layers:
         ops = expand(ops, extras.layers)
-    if extras.recompute is not None:
-        ops = with_recompute(ops, extras.recompute)
+    if extras.which is not None:
+        ops = with_recompute(ops, extras.which)
     if extras.offload is not None:
         ops = with_offload(ops, extras.offload)
     if extras.reduce:
