@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 from extras_cases import dress, dressed, holds, text
@@ -190,7 +191,7 @@ def test_splitting_after_expanding_keeps_layers():
 
 def test_bad_numbers_are_refused_by_name():
     """A chunk or layer that there is not, and a negative prefetch."""
-    one = frozenset({(0, 2)})
+    one, half = frozenset({(0, 2)}), cast(Any, "half")
     for wrong, message in (
         (lambda: Extras(layers=(2,), reduce=(one,)), "reduce bucket 0 names layer 2 of chunk 0"),
         (lambda: Extras(layers=(2,), recompute=one), "recompute names layer 2 of chunk 0, .* 2"),
