@@ -196,7 +196,7 @@ def test_bad_numbers_are_refused_by_name():
         (lambda: Extras(layers=(2,), reduce=(one,)), "reduce bucket 0 names layer 2 of chunk 0"),
         (lambda: Extras(layers=(2,), recompute=one), "recompute names layer 2 of chunk 0, .* 2"),
         (
-            lambda: Extras(**{"recompute": "half"}),
+            lambda: Extras(recompute=half),
             'recompute is "half", but the only word is "full"',
         ),
         (lambda: Extras(reduce=(one,), joined=((1, "a"),)), "joined are buckets .1., .* are 1"),

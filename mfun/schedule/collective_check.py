@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 
 from mfun.schedule.collective_walk import Gathers, Reduces
 from mfun.schedule.layer_walk import Layers, Offloads, Recomputes, Rule
@@ -25,6 +26,20 @@ from mfun.schedule.transforms import Extras
 
 Names = Mapping[tuple[type[Reduce | Gather], int], Hashable]
 """Of one stream: its collectives by type and bucket, and a name that all who take part use."""
+
+Concern = Layers | Reduces | Gathers | Recomputes | Offloads
+
+_ASKED: Mapping[type[AnyOp], str] = MappingProxyType(
+    {
+        Reduce: "reduce",
+        Gather: "gather",
+        Release: "gather",
+        Recompute: "recompute",
+        Offload: "offload",
+        Reload: "offload",
+    }
+)
+"""By which of the `Extras` an op is asked for."""
 
 Event = tuple[type[AnyOp], Hashable, int]  # the n-th collective of a type and name
 
@@ -49,11 +64,9 @@ def _foreign(at: int, op: AnyOp) -> str:
     return f"{op} is not an op of this schedule"
 
 
-def _concerns(
-    ops: Sequence[AnyOp], extras: Extras
-) -> list[Layers | Reduces | Gathers | Recomputes | Offloads]:
+def _concerns(ops: Sequence[AnyOp], extras: Extras) -> list[Concern]:
     """The objects that have rules for a stage's stream."""
-    found: list[Layers | Reduces | Gathers | Recomputes | Offloads] = [Layers(ops, extras.layers)]
+    found: list[Concern] = [Layers(ops, extras.layers)]
     if extras.reduce:
         found.append(Reduces(ops, extras.reduce, extras.window))
     if extras.gather:
@@ -65,21 +78,22 @@ def _concerns(
     return found
 
 
-def _check_stage(stage: int, ops: Sequence[AnyOp], extras: Extras) -> None:
-    """Refuse the first op of a stage that breaks a rule."""
-    concerns = _concerns(ops, extras)
+def _rules(concerns: Sequence[Concern], extras: Extras) -> Mapping[type[AnyOp], Sequence[Rule]]:
+    """The rules that an op has to keep, by its type."""
     rules: defaultdict[type[AnyOp], list[Rule]] = defaultdict(list)
     for concern in concerns:
         for kind, rule in concern.rules.items():
             rules[kind].append(rule)
-    for kind, asked in (
-        *dict.fromkeys((Gather, Release), extras.gather).items(),
-        (Reduce, extras.reduce),
-        (Recompute, extras.recompute is not None),
-        *dict.fromkeys((Offload, Reload), extras.offload is not None).items(),
-    ):
-        if not asked:
+    for kind, name in _ASKED.items():
+        if not getattr(extras, name):
             rules[kind].append(_foreign)
+    return rules
+
+
+def _check_stage(stage: int, ops: Sequence[AnyOp], extras: Extras) -> None:
+    """Refuse the first op of a stage that breaks a rule."""
+    concerns = _concerns(ops, extras)
+    rules = _rules(concerns, extras)
     for at, op in enumerate(ops):
         for rule in rules[type(op)]:
             if wrong := rule(at, op):
