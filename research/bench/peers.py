@@ -1,7 +1,8 @@
 """Is mfun as fast as what it replaces? Step time and peak memory beside each peer, in one run.
 
 Each case runs mfun and the peer in separate, alternating processes with the same allocator setting,
-several times, and prints the ratio of the medians (below 1: mfun is faster) and of peak resident
+several times, and prints the ratio (below 1: mfun is faster) of the medians of neighbouring runs,
+of these the median, which a machine that slows down for both does not move, and of peak resident
 memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (DistributedDataParallel), tp2
 (DTensor with loss parallel), pp2 (torch.distributed.pipelining Schedule1F1B), and against the same
 peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8 microbatches) and zb8cut (8, with the
@@ -182,11 +183,13 @@ def launch(name: str, who: str, steps: int, tiny: bool) -> dict[str, Any]:
 
 
 def compare(name: str, repeats: int, steps: int, tiny: bool = False) -> dict[str, Any]:
-    """Alternate mfun and the peer; medians, minima and ratios."""
+    """Alternate mfun and the peer, and which goes first; medians, minima and ratios."""
     runs: dict[str, list[dict[str, Any]]] = {"mfun": [], "peer": []}
-    for _ in range(repeats):
-        for who, found in runs.items():
-            found.append(launch(name, who, steps, tiny))
+    for i in range(repeats):
+        for who in ("mfun", "peer") if i % 2 == 0 else ("peer", "mfun"):
+            runs[who].append(launch(name, who, steps, tiny))
+    pairs = zip(runs["mfun"], runs["peer"], strict=True)
+    ratios = [statistics.median(a["ms"]) / statistics.median(b["ms"]) for a, b in pairs]
     ms = {who: [t for run in found for t in run["ms"]] for who, found in runs.items()}
     middle = {who: statistics.median(times) for who, times in ms.items()}
     cpu = {who: [t for run in found for t in run["cpu_ms"]] for who, found in runs.items()}
@@ -197,7 +200,7 @@ def compare(name: str, repeats: int, steps: int, tiny: bool = False) -> dict[str
         "mfun_ms": middle["mfun"],
         "peer_ms": middle["peer"],
         "min_ratio": min(ms["mfun"]) / min(ms["peer"]),
-        "time_ratio": middle["mfun"] / middle["peer"],
+        "time_ratio": statistics.median(ratios),
         "cpu_ratio": statistics.median(cpu["mfun"]) / statistics.median(cpu["peer"]),
         "expected": CASES[name].expected,
         "memory_ratio": rss["mfun"] / rss["peer"],
