@@ -88,16 +88,18 @@ def with_gather(ops: Iterable[AnyOp], buckets: Buckets, prefetch: int = 1) -> It
         raise ScheduleError(f"prefetch is {prefetch}, but must be 0 or more")
     stream = list(ops)
     phases = _phases(stream, holders(buckets))
+    gathers = [Gather(bucket) for bucket in range(len(buckets))]
+    releases = [Release(bucket) for bucket in range(len(buckets))]
     before: dict[int, list[Gather]] = {}
     after: dict[int, list[Release]] = {}
     now: tuple[int, ...] = ()
     end = 0
     for phase, wanted in zip(phases, _wanted(phases, prefetch), strict=True):
-        if gone := [Release(bucket) for bucket in now if bucket not in wanted]:
+        if gone := [releases[bucket] for bucket in now if bucket not in wanted]:
             after[end] = gone
-        if new := [Gather(bucket) for bucket in wanted if bucket not in now]:
+        if new := [gathers[bucket] for bucket in wanted if bucket not in now]:
             before[phase.first] = new
         now, end = wanted, phase.last
     if now:
-        after[end] = [Release(bucket) for bucket in now]
+        after[end] = [releases[bucket] for bucket in now]
     yield from inserted(stream, before, after)

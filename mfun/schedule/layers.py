@@ -6,6 +6,8 @@ Buckets name layers as (chunk, layer), both counted on one stage.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import TypeVar
 
 from mfun.schedule.ops import (
     AnyOp,
@@ -28,6 +30,8 @@ from mfun.schedule.ops import (
 
 Buckets = Sequence[Collection[tuple[int, int]]]
 """For each bucket the layers, (chunk, layer), that have a weight in it."""
+
+Some = TypeVar("Some", F, B, I, W, Recompute)
 
 EXTRAS = (Reduce, Gather, Release, Recompute, Offload, Reload)
 ENDS = (Send, Recv)
@@ -57,9 +61,15 @@ def expand(ops: Iterable[AnyOp], layers: Sequence[int]) -> Iterator[AnyOp]:
             raise ScheduleError(f"{op}: chunk {op.chunk}, but layers are given of {len(layers)}")
         kind, order = type(op), range(layers[op.chunk])
         for layer in order if kind is F or kind is Recompute else reversed(order):
-            yield kind(op.mb, op.chunk, layer)
+            yield _op(kind, op.mb, op.chunk, layer)
         if not order:
             yield op
+
+
+@lru_cache(maxsize=1 << 18)
+def _op(kind: type[Some], mb: int, chunk: int, layer: int | None = None) -> Some:
+    """An op; all stages and steps share it, since it is a value."""
+    return kind(mb, chunk, layer)
 
 
 def bare(ops: Iterable[AnyOp], layers: Sequence[int] = ()) -> Iterator[Op]:
@@ -81,7 +91,7 @@ def bare(ops: Iterable[AnyOp], layers: Sequence[int] = ()) -> Iterator[Op]:
             if op.layer is None:
                 yield op
             elif last_layer(op, layers):
-                yield type(op)(op.mb, op.chunk)
+                yield _op(type(op), op.mb, op.chunk)
 
 
 def inserted(
