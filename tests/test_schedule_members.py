@@ -1,8 +1,10 @@
 """Collectives that several members run together: stages that share weights, ranks of a stage."""
 
+import time
 from collections import Counter
 from itertools import pairwise
 
+import attrs
 import pytest
 from extras_cases import dress
 from hypothesis import given
@@ -108,3 +110,17 @@ def test_a_member_that_takes_no_part():
         check_order([[Reduce(0)], []], names)
     with pytest.raises(ScheduleError, match="2 streams, but extras of 1 stages"):
         check_extras([[], []], [Extras()])
+
+
+@pytest.mark.full
+def test_large_schedules_are_checked_in_seconds():
+    """64 stages, 4 chunks, 1024 microbatches, all kinds of ops inserted: two million ops."""
+    each = tuple(frozenset({(chunk, 0)}) for chunk in range(4))
+    one = Extras(reduce=each, gather=each, recompute="full", offload=300)
+    ends = attrs.evolve(one, joined=((0, "table"),))
+    asked = [ends, *[one] * 62, ends]
+    full = dress(plan("interleaved", 64, 1024, chunks=4), asked)
+    assert sum(map(len, full)) > 1_800_000
+    start = time.process_time()
+    check(full, place=Placement(64, 4), microbatches=1024, extras=asked)
+    assert time.process_time() - start < 10
