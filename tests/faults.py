@@ -695,8 +695,8 @@ NORMALISATION = (
         edit(
             "pipeline.executor:evaluate",
             (
-                "program.layer(layer, batches[op.mb], None)",
-                'program.layer(layer, batches[op.mb], Key(0, ("dropout", 0)))',
+                "program.layer(layer, batches[mb], None)",
+                'program.layer(layer, batches[mb], Key(0, ("dropout", 0)))',
             ),
         ),
         holds.evaluation,

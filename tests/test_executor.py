@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import attrs
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +13,9 @@ from mfun import tree
 from mfun.pipeline import mailbox
 from mfun.pipeline.executor import _Flight
 from mfun.pipeline.pullback import autograd_layer
-from mfun.schedule import SCHEDULES
+from mfun.schedule import SCHEDULES, ScheduleError, Send, check, dress
+from mfun.schedule.ops import Recompute, Reduce, tag_text
+from mfun.schedule.transforms import Extras
 from mfun.train.memory import in_flight
 from mfun.train.plan import plan
 from mfun.train.step import Trainer
@@ -156,3 +159,71 @@ def test_split_and_whole_backwards_give_the_same_bits():
         grads[split] = [result.grads for result in in_mailbox(layout, plain=True)]
     for split, whole in zip(grads["true"], grads["false"], strict=True):
         assert all(torch.equal(split[path], whole[path]) for path in whole)
+
+
+def extras_of(layout, **asked):
+    """Each stage's buckets, reduced in the stream, layer by layer, and more."""
+    extras = []
+    for stage in layout.stages:
+        grads = layout.buffers(stage.index)
+        paths = [[span.path for span in bucket.spans] for bucket in grads.buckets]
+        joined = [i for i in grads.order() if layout.table[paths[i][0]].joined is not None]
+        extras.append(
+            Extras(
+                layers=tuple(map(len, stage.chunks)),
+                reduce=tuple(map(stage.holders, paths)),
+                joined=tuple((i, min(paths[i])) for i in joined),
+                **asked,
+            )
+        )
+    return extras
+
+
+def dressed(layout, **asked):
+    """The plan with these in its streams."""
+    return attrs.evolve(layout, streams=dress(layout.streams, extras_of(layout, **asked)))
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "vmap"])
+@pytest.mark.parametrize("recompute", [None, 1])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "dualpipe"])
+def test_ops_of_layers_reductions_and_recomputation_change_no_bit(name, recompute, plain):
+    """A stream with everything inserted gives bitwise the gradients of the plain one."""
+    settings = "pp=2 layers=4 microbatches=5 global_batch=10 dropout=0.1 tied=true bucket_size=600"
+    settings += f" parallel.schedule={name}" + ("" if plain else " dp=2")
+    layout = plan(small(DENSE.replace("tied=false", "") + settings))
+    more = dressed(layout, recompute=recompute)
+    kinds = {type(op) for stream in more.streams for op in stream}
+    assert Reduce in kinds and (Recompute in kinds) == (recompute is not None)
+    for a, b in zip(in_mailbox(layout, plain=plain), in_mailbox(more, plain=plain), strict=True):
+        assert all(torch.equal(a.grads[path], b.grads[path]) for path in a.grads)
+
+
+def test_an_unchecked_stream_is_refused():
+    """The executor runs what `check` returned, nothing else."""
+    layout = plan(small("pp=2 layers=2"))
+    bare = attrs.evolve(layout, streams=tuple(map(tuple, layout.streams)))
+    with pytest.raises(ScheduleError, match="was not checked"):
+        in_mailbox(bare)
+
+
+@pytest.mark.parametrize("fault", ["lost", "swapped", "early"])
+def test_a_wrong_stream_never_runs(fault):
+    """One message removed, one pair swapped, one early reduction: `check` names the ops."""
+    layout = plan(small(DENSE + "pp=2 layers=4 microbatches=4 global_batch=4"))
+    streams = [list(stream) for stream in layout.streams]
+    first = streams[0]
+    sends = [i for i, op in enumerate(first) if isinstance(op, Send)]
+    extras = None
+    if fault == "lost":
+        says = f"never sends {tag_text(first.pop(sends[1]).tag)}"
+    elif fault == "swapped":
+        first[sends[0]], first[sends[1]] = first[sends[1]], first[sends[0]]
+        says = "act1>1"
+    else:
+        streams, extras = [list(stream) for stream in dressed(layout).streams], extras_of(layout)
+        at = next(i for i, op in enumerate(streams[0]) if isinstance(op, Reduce))
+        streams[0].insert(0, streams[0].pop(at))
+        says = "Reduce"
+    with pytest.raises(ScheduleError, match=says):
+        check(streams, extras=extras)

@@ -24,9 +24,22 @@ from mfun.nn.weight_grads import Paths, WeightGrads, paths_by_memory
 from mfun.pipeline.pullback import Linearize, Pull, autograd_layer
 from mfun.pipeline.stage import Stage
 from mfun.rng import Key
-from mfun.schedule import B, Compute, F, I, Op, Recv, Send, Tag, W, gives, needs
+from mfun.schedule import (
+    B,
+    Checked,
+    Compute,
+    F,
+    I,
+    Recv,
+    ScheduleError,
+    Send,
+    Tag,
+    W,
+    gives,
+    needs,
+)
 from mfun.schedule import batches as batches_of
-from mfun.schedule.ops import Reduce
+from mfun.schedule.ops import AnyOp, Recompute, Reduce
 
 Batch = Mapping[str, Tensor]
 
@@ -76,7 +89,7 @@ class Program:
 
 def train_step(
     program: Program,
-    stream: Sequence[Op | Reduce],
+    stream: Checked[AnyOp],
     batches: Sequence[Batch],
     seeds: Sequence[Tensor],
     grads: GradBuffers,
@@ -86,7 +99,7 @@ def train_step(
 
     Args:
         program: the stage.
-        stream: its ops, accepted by `schedule.plan`.
+        stream: its ops, from `schedule.plan` or `schedule.check`.
         batches: this rank's microbatches, in order.
         seeds: gradient of the step's loss with respect to each microbatch's loss sum.
         grads: buffers to fill, closed by `finalize_steps`.
@@ -96,13 +109,16 @@ def train_step(
         Where the loss is, the loss sum (before normalisation) by microbatch; elsewhere {}.
 
     Raises:
-        ValueError: the stream asks for a microbatch that is not there.
+        ValueError: the stream was not checked, or asks for a microbatch that is not there.
     """
+    if not isinstance(stream, Checked):
+        raise ScheduleError("the stream was not checked: run what schedule.plan or check returns")
     grads.start()
     stage, place = program.stage, program.stage.place
     paths = program.paths()
     flights: dict[tuple[int, int], _Flight] = {}
     losses: dict[int, Tensor] = {}
+    again = {(op.mb, op.chunk, op.layer) for op in stream if isinstance(op, Recompute)}
     mail = _Mail(program, [_sizes(b) for b in batches])
     for op in batches_of(stream):
         match op:
@@ -115,7 +131,8 @@ def train_step(
                 if not op.layer:
                     flight.value = yield from mail.incoming(needs(op, virtual, place))
                 for i in _layers(op, len(layers)):
-                    flight.forward(i, program, layers[i], batches[mb], key)
+                    once = {(mb, chunk, None), (mb, chunk, i)}.isdisjoint(again)
+                    flight.forward(i, program, layers[i], batches[mb], key, keep=once)
                 if op.layer is None or op.layer == len(layers) - 1:
                     if place.last(virtual):
                         losses[mb] = flight.value["loss"]
@@ -138,13 +155,19 @@ def train_step(
                     flight.weights(i)
                 if not op.layer:
                     del flights[mb, chunk]
+            case Recompute(mb, chunk):
+                flight = flights[mb, chunk]
+                for i in _layers(op, len(flight.layers)):
+                    flight.again(i, program, stage.chunks[chunk][i], batches[mb], key)
             case Reduce(bucket):
                 start_reduce(program.world, grads, bucket)
+            case _:
+                raise ScheduleError(f"{op}: the executor does not run ops of this kind yet")
     yield from program.world.drain()
     return losses
 
 
-def _layers(op: Compute, count: int) -> range:
+def _layers(op: Compute | Recompute, count: int) -> range:
     """The layers of its chunk that an op runs."""
     return range(count) if op.layer is None else range(op.layer, op.layer + 1)
 
@@ -156,11 +179,13 @@ class _Layer:
     Args:
         sink: takes the products, or None where gradients come out of the pullback.
         pull: until the backward to the inputs.
+        x: the input, where the forward is run again for the backward.
         kept: gradients that wait for W, without a sink.
     """
 
     sink: WeightGrads | None
     pull: Pull | None = None
+    x: Message = attrs.field(factory=dict)
     kept: dict[str, Tensor | None] = attrs.field(factory=dict)
 
 
@@ -187,11 +212,29 @@ class _Flight:
 
     @torch.no_grad()
     def forward(
-        self, i: int, program: Program, layer: Layer, batch: Batch, key: Key | None
+        self,
+        i: int,
+        program: Program,
+        layer: Layer,
+        batch: Batch,
+        key: Key | None,
+        keep: bool = True,
     ) -> None:
-        """Run layer i on the value."""
-        apply = program.layer(layer, batch, key, self.layers[i].sink)
-        self.value, self.layers[i].pull = program.linearize(apply, program.own(layer), self.value)
+        """Run layer i on the value; without `keep` only its input is left, for `again`."""
+        own, x = self.layers[i], self.value
+        apply, params = program.layer(layer, batch, key, own.sink), program.own(layer)
+        if keep:
+            self.value, own.pull = program.linearize(apply, params, x)
+        else:
+            self.value, own.x = apply(params, x), x
+
+    @torch.no_grad()
+    def again(self, i: int, program: Program, layer: Layer, batch: Batch, key: Key | None) -> None:
+        """Run layer i again from its input, with the same keys and bits."""
+        own = self.layers[i]
+        apply = program.layer(layer, batch, key, own.sink)
+        _, own.pull = program.linearize(apply, program.own(layer), own.x)
+        own.x = {}
 
     def backward(self, i: int, later: bool) -> None:
         """Pull the value back through layer i; weights' gradients now, or kept for `weights`."""
@@ -216,13 +259,13 @@ class _Flight:
 
 
 def evaluate(
-    program: Program, stream: Sequence[Op], batches: Sequence[Batch]
+    program: Program, stream: Checked[AnyOp], batches: Sequence[Batch]
 ) -> Waits[dict[int, Message]]:
     """Run a forward-only stream.
 
     Args:
         program: the stage.
-        stream: its ops, `F` and messages only.
+        stream: its ops, `F` of whole chunks and messages only.
         batches: this rank's microbatches.
 
     Returns:
@@ -232,18 +275,21 @@ def evaluate(
     stage, place = program.stage, program.stage.place
     mail = _Mail(program, [_sizes(b) for b in batches])
     for op in batches_of(stream):
-        if isinstance(op, tuple):
-            mail.post(op)
-            continue
-        _check_microbatch(op.mb, batches)
-        virtual = stage.virtual(op.chunk)
-        x = yield from mail.incoming(needs(op, virtual, place))
-        with torch.no_grad():
-            for layer in stage.chunks[op.chunk]:
-                x = program.layer(layer, batches[op.mb], None)(program.own(layer), x)
-        if place.last(virtual):
-            out[op.mb] = x
-        mail.put(gives(op, virtual, place), x)
+        match op:
+            case tuple():
+                mail.post(op)
+            case F(mb, chunk):
+                _check_microbatch(mb, batches)
+                virtual = stage.virtual(chunk)
+                x = yield from mail.incoming(needs(op, virtual, place))
+                with torch.no_grad():
+                    for layer in stage.chunks[chunk]:
+                        x = program.layer(layer, batches[mb], None)(program.own(layer), x)
+                if place.last(virtual):
+                    out[mb] = x
+                mail.put(gives(op, virtual, place), x)
+            case _:
+                raise ScheduleError(f"{op}: an evaluation has forwards and messages only")
     yield from program.world.drain()
     return dict(sorted(out.items()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import attrs
@@ -49,6 +49,15 @@ class Stage:
     def specs(self) -> dict[str, Any]:
         """Specs of all its parameters; a leaf that several of its layers share stands once."""
         return tree.merge(*(layer.specs for layer in self.layers))
+
+    def holders(self, paths: Collection[str]) -> frozenset[tuple[int, int]]:
+        """The (chunk, layer) places whose layers use any of some parameters."""
+        return frozenset(
+            (chunk, i)
+            for chunk, layers in enumerate(self.chunks)
+            for i, layer in enumerate(layers)
+            if not tree.flatten(layer.specs).keys().isdisjoint(paths)
+        )
 
 
 def cut(

@@ -3,7 +3,7 @@
 `plan` gives the streams that the executor runs, `check` refuses wrong ones, `timeline` draws them.
 """
 
-from mfun.schedule.check import check, dress, find, plan
+from mfun.schedule.check import Checked, check, dress, find, plan
 from mfun.schedule.clock import Event, Flight, Timing, simulate_time
 from mfun.schedule.collective_check import check_extras, check_order
 from mfun.schedule.dual import dualpipe, dualpipev
@@ -51,6 +51,7 @@ __all__ = [
     "AnyOp",
     "B",
     "Buckets",
+    "Checked",
     "Compute",
     "Costs",
     "Event",

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import zip_longest
 from operator import attrgetter
-from typing import cast
+from typing import TypeVar, cast
 
 from mfun.schedule.collective_check import check_extras, excerpt
 from mfun.schedule.generators import forward_only as forwards
@@ -86,15 +86,24 @@ def _plain(
     return [list(bare(ops, asked.layers)) for ops, asked in zip(streams, extras, strict=True)]
 
 
+OpT = TypeVar("OpT", bound=AnyOp, covariant=True)
+
+
+class Checked(tuple[OpT, ...]):
+    """One stage's stream that `check` accepted together with the other stages'."""
+
+    __slots__ = ()
+
+
 def check(
-    streams: Sequence[Sequence[AnyOp]],
+    streams: Sequence[Sequence[OpT]],
     forward_only: bool = False,
     *,
     microbatches: int | None = None,
     place: Placement | None = None,
     in_flight: Sequence[int] | None = None,
     extras: Sequence[Extras] | None = None,
-) -> None:
+) -> tuple[Checked[OpT], ...]:
     """Refuse streams that are incomplete or out of order, would hang, or keep too much in memory.
 
     Args:
@@ -105,28 +114,32 @@ def check(
       in_flight: per stage, the most forwards that may wait for their `B` or `W`; None sets no
         bound.
       extras: per stage, what was inserted (`with_extras`); None is nothing.
+    Returns: the streams, as the executor takes them.
     Raises:
       ScheduleError: the stage, the ops and their neighbours; for a deadlock, the stuck stages.
     Example:
       >>> ops, sizes = SCHEDULES["1f1b"].ops, Sizes(2, 3)
       >>> streams = with_p2p([ops(stage, sizes) for stage in range(2)], Placement(2))
-      >>> check(streams, in_flight=[2, 1])
+      >>> check(streams, in_flight=[2, 1])[1][:3]
+      (Recv(act0>1), F0, B0)
       >>> early = [streams[0], [streams[1][0], streams[1][2], streams[1][1], *streams[1][3:]]]
       >>> check(early)
       Traceback (most recent call last):
       mfun.schedule.ops.ScheduleError: stage 1, op 1: B0 runs before F0
       stage 1 | Recv(act0>1) >>B0<< F0 Send(grad0>0) Recv(act1>1) ...
     """
-    streams = _plain(streams, extras)
-    count = _microbatches(streams) if microbatches is None else microbatches
-    Sizes(len(streams), count)  # refuses numbers out of range
+    accepted = tuple(Checked(ops) for ops in streams)
+    plain = _plain(streams, extras)
+    count = _microbatches(plain) if microbatches is None else microbatches
+    Sizes(len(plain), count)  # refuses numbers out of range
     place = Placement(len(streams)) if place is None else place
-    for stage, ops in enumerate(streams):
+    for stage, ops in enumerate(plain):
         bound = None if in_flight is None or forward_only else in_flight[stage]
         _check_stage(Walk(stage, place, count, forward_only, bound), ops)
-    _check_channels(streams)
-    if stuck := rendezvous(streams):
+    _check_channels(plain)
+    if stuck := rendezvous(plain):
         raise ScheduleError(f"deadlock: these stages wait for ever\n{stuck_grid(stuck)}")
+    return accepted
 
 
 def find(schedule: str | Schedule) -> Schedule:
@@ -165,7 +178,7 @@ def plan(
     group: int = 0,
     costs: Costs = Costs(),  # noqa: B008  # frozen
     memory: int = 0,
-) -> tuple[tuple[Op, ...], ...]:
+) -> tuple[Checked[Op], ...]:
     """Every stage's stream, with messages, checked: what the executor runs.
 
     The result is kept for the next call with the same arguments.
@@ -198,13 +211,12 @@ def plan(
     bounds = [row.in_flight(stage, sizes) for stage in range(stages)]
     with _uncollected():
         streams = with_p2p(computes, place, costs)
-        check(streams, forward_only, microbatches=microbatches, place=place, in_flight=bounds)
-    return streams
+        return check(
+            streams, forward_only, microbatches=microbatches, place=place, in_flight=bounds
+        )
 
 
-def dress(
-    streams: Sequence[Sequence[Op]], extras: Sequence[Extras]
-) -> tuple[tuple[AnyOp, ...], ...]:
+def dress(streams: Sequence[Sequence[Op]], extras: Sequence[Extras]) -> tuple[Checked[AnyOp], ...]:
     """Every stage's stream with its extras, checked: what the executor runs.
 
     Args:
@@ -221,7 +233,7 @@ def dress(
     """
     with _uncollected():
         dressed = tuple(
-            tuple(with_extras(ops, asked)) for ops, asked in zip(streams, extras, strict=True)
+            Checked(with_extras(ops, asked)) for ops, asked in zip(streams, extras, strict=True)
         )
         check_extras(dressed, extras)
     return dressed

@@ -15,12 +15,12 @@ from mfun.grads import GradBuffers, Reduction, reductions
 from mfun.mesh import Mesh
 from mfun.models.gpt import Head, gpt
 from mfun.pipeline.stage import Stage, cut
-from mfun.schedule import B, Compute, I, Op, Sizes, W
+from mfun.schedule import B, Checked, Compute, I, Op, Sizes, W
 from mfun.schedule import plan as plan_schedule
 from mfun.schedule.table import Generate
 from mfun.spec import ParamSpec
 
-Streams = tuple[tuple[Op, ...], ...]
+Streams = tuple[Checked[Op], ...]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
