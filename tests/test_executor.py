@@ -216,7 +216,9 @@ def test_a_wrong_stream_never_runs(fault):
     sends = [i for i, op in enumerate(first) if isinstance(op, Send)]
     extras = None
     if fault == "lost":
-        says = f"never sends {tag_text(first.pop(sends[1]).tag)}"
+        lost = first.pop(sends[1])
+        assert isinstance(lost, Send)
+        says = f"never sends {tag_text(lost.tag)}"
     elif fault == "swapped":
         first[sends[0]], first[sends[1]] = first[sends[1]], first[sends[0]]
         says = "act1>1"
