@@ -918,7 +918,7 @@ PIPELINE = (
     ),
     Fault(
         "the checker sees no deadlock",
-        edit("schedule.check:check", ("if stuck := rendezvous(streams):", "if stuck := ():")),
+        edit("schedule.check:check", ("if stuck := rendezvous(plain):", "if stuck := ():")),
         holds.bad_schedules,
         "a deadlock was not refused",
         "a bad schedule would hang on a cluster instead",

@@ -95,6 +95,19 @@ class Checked(tuple[OpT, ...]):
     __slots__ = ()
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: it would go through a million new ops over and over, in vain."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+@_uncollected()
 def check(
     streams: Sequence[Sequence[OpT]],
     forward_only: bool = False,
@@ -153,18 +166,6 @@ def find(schedule: str | Schedule) -> Schedule:
     if schedule not in SCHEDULES:
         raise ScheduleError(f"schedule is {schedule!r}, but must be one of {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule]
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection: it would go through a million new ops over and over, in vain."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 @lru_cache(maxsize=32)
