@@ -22,6 +22,7 @@ from mfun.schedule import (
     plan,
     with_extras,
 )
+from mfun.schedule import dress as dress_checked
 from mfun.schedule.collective_check import Names
 
 BOTH = (frozenset({(0, 0)}), frozenset({(0, 1)}))
@@ -110,6 +111,8 @@ def test_a_member_that_takes_no_part():
         check_order([[Reduce(0)], []], names)
     with pytest.raises(ScheduleError, match="2 streams, but extras of 1 stages"):
         check_extras([[], []], [Extras()])
+    with pytest.raises(ScheduleError, match="2 streams, but extras of 1 stages"):
+        dress_checked([[], []], [Extras()])
 
 
 @pytest.mark.full

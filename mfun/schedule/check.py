@@ -16,7 +16,7 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import TypeVar, cast
 
-from mfun.schedule.collective_check import check_extras, excerpt
+from mfun.schedule.collective_check import check_extras, excerpt, paired
 from mfun.schedule.generators import forward_only as forwards
 from mfun.schedule.layers import COMPUTES, bare
 from mfun.schedule.messages import with_p2p
@@ -83,7 +83,7 @@ def _plain(
     if extras is None:  # any other op is refused by the walk
         return cast(Sequence[Sequence[Op]], streams)
     check_extras(streams, extras)
-    return [list(bare(ops, asked.layers)) for ops, asked in zip(streams, extras, strict=True)]
+    return [list(bare(ops, asked.layers)) for ops, asked in paired(streams, extras)]
 
 
 OpT = TypeVar("OpT", bound=AnyOp, covariant=True)
@@ -233,8 +233,6 @@ def dress(streams: Sequence[Sequence[Op]], extras: Sequence[Extras]) -> tuple[Ch
       F0 Recompute0 B0 Reduce0
     """
     with _uncollected():
-        dressed = tuple(
-            Checked(with_extras(ops, asked)) for ops, asked in zip(streams, extras, strict=True)
-        )
+        dressed = tuple(Checked(with_extras(*each)) for each in paired(streams, extras))
         check_extras(dressed, extras)
     return dressed

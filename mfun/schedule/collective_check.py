@@ -7,8 +7,9 @@ that several streams run together. Both are linear in the ops.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from mfun.schedule.collective_walk import Gathers, Reduces
 from mfun.schedule.layer_walk import Layers, Offloads, Recomputes, Rule
@@ -27,6 +28,7 @@ from mfun.schedule.transforms import Extras
 Names = Mapping[tuple[type[Reduce | Gather], int], Hashable]
 """Of one stream: its collectives by type and bucket, and a name that all who take part use."""
 
+Ops = TypeVar("Ops", bound=Sequence[AnyOp])
 Concern = Layers | Reduces | Gathers | Recomputes | Offloads
 
 _ASKED: Mapping[type[AnyOp], str] = MappingProxyType(
@@ -103,6 +105,17 @@ def _check_stage(stage: int, ops: Sequence[AnyOp], extras: Extras) -> None:
             raise ScheduleError(f"stage {stage}: the stream ends, but {wrong}")
 
 
+def paired(streams: Sequence[Ops], extras: Sequence[Extras]) -> Iterator[tuple[Ops, Extras]]:
+    """Each stage's stream with its extras.
+
+    Raises:
+      ScheduleError: there are more of the ones than of the others.
+    """
+    if len(streams) != len(extras):
+        raise ScheduleError(f"{len(streams)} streams, but extras of {len(extras)} stages")
+    return zip(streams, extras, strict=True)
+
+
 def check_extras(streams: Sequence[Sequence[AnyOp]], extras: Sequence[Extras]) -> None:
     """Refuse streams whose inserted ops are wrong; `check` looks at the rest (`bare`).
 
@@ -125,9 +138,7 @@ def check_extras(streams: Sequence[Sequence[AnyOp]], extras: Sequence[Extras]) -
       mfun.schedule.ops.ScheduleError: stage 0, op 2: Reduce0 runs before B1, which adds to bucket 0
       stage 0 | F0 B0 >>Reduce0<< F1 B1
     """
-    if len(streams) != len(extras):
-        raise ScheduleError(f"{len(streams)} streams, but extras of {len(extras)} stages")
-    for stage, (ops, asked) in enumerate(zip(streams, extras, strict=True)):
+    for stage, (ops, asked) in enumerate(paired(streams, extras)):
         _check_stage(stage, ops, asked)
     check_order(
         streams, [{(Reduce, bucket): name for bucket, name in asked.joined} for asked in extras]
