@@ -42,11 +42,11 @@ def plant(kind: str) -> None:
     """Make one place of step 3 fail on this rank."""
     owner, name = {
         "loader": (Feed, "step"),
-        "forward": (executor, "_forward"),
-        "backward": (executor, "_backward"),
+        "forward": (executor._Flight, "forward"),
+        "backward": (executor._Flight, "backward"),
         "optimizer": (torch, "_fused_adamw_"),
         "save": (writer, "_write_tensors"),
-        "kill": (executor, "_forward"),
+        "kill": (executor._Flight, "forward"),
         "hang": (Feed, "step"),
     }[kind]
     original = getattr(owner, name)
