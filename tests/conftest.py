@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,9 @@ def pytest_configure() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # A background job (`nohup make test &`) ignores these, and every process it starts inherits it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

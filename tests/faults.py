@@ -812,7 +812,10 @@ PIPELINE = (
     ),
     Fault(
         "the first chunk runs in every chunk's place",
-        edit("pipeline.executor:train_step", ("stage.chunks[chunk]", "stage.chunks[0]")),
+        edit(
+            "pipeline.executor:train_step",
+            ("virtual(chunk), stage.chunks[chunk]", "virtual(chunk), stage.chunks[0]"),
+        ),
         CHUNKS,
         "KeyError|loss off|got an unexpected|h",
         "interleaved: the wrong model chunk",
