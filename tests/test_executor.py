@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mfun import tree
-from mfun.pipeline import mailbox
+from mfun.grads import start_reduce
+from mfun.pipeline import executor, mailbox
 from mfun.pipeline.executor import _Flight
 from mfun.pipeline.pullback import autograd_layer
 from mfun.schedule import SCHEDULES, ScheduleError, Send, check, dress
@@ -229,3 +230,36 @@ def test_a_wrong_stream_never_runs(fault):
         says = "Reduce"
     with pytest.raises(ScheduleError, match=says):
         check(streams, extras=extras)
+
+
+def test_reductions_of_the_stream_are_its_own(monkeypatch):
+    """Each Reduce starts its bucket's sum; `finalize` would hide a forgotten one."""
+    layout = plan(small(DENSE + "pp=2 dp=2 layers=2 microbatches=2 global_batch=4"))
+    more, started = dressed(layout), []
+
+    def start(world, grads, bucket):
+        started.append((world.stage, bucket))
+        start_reduce(world, grads, bucket)
+
+    monkeypatch.setattr(executor, "start_reduce", start)
+    in_mailbox(more)
+    wanted = [
+        (stage, op.bucket)
+        for stage, stream in enumerate(more.streams)
+        for op in stream
+        if isinstance(op, Reduce)
+    ]
+    steps = layout.config.train.steps + 1  # the first gradients are taken twice
+    assert wanted and sorted(started) == sorted(wanted * steps)
+
+
+def test_a_bucket_is_reduced_once_and_when_complete():
+    """A second sum, and a gradient after the sum, are errors that name the bucket or the leaf."""
+    trainer, state, _, _ = middle("pp=3 layers=3 global_batch=2 microbatches=1")
+    grads = trainer.buffers(state.params)
+    start_reduce(trainer.world, grads, 0)
+    with pytest.raises(RuntimeError, match="bucket 0 is reduced twice"):
+        start_reduce(trainer.world, grads, 0)
+    path = grads.buckets[0].spans[0].path
+    with pytest.raises(RuntimeError, match=f"{path} gets a gradient after its bucket"):
+        grads.claim(path)
