@@ -47,6 +47,7 @@ SPLIT = train("pp=2 layers=2 parallel.schedule=zb-h1 microbatches=3 global_batch
 CHUNKS = train("pp=2 layers=5 parallel.schedule=interleaved microbatches=3 global_batch=3")
 WAVE = train("pp=2 layers=4 parallel.schedule=zbv microbatches=5 global_batch=5")
 PLAIN = train("pp=2 layers=2 tied=false microbatches=3 global_batch=3", "plain")
+WIDE = train("pp=2 layers=2 tied=false microbatches=1 global_batch=3", "plain")  # tokens > hidden
 MESH = train("tp=2 dp=3 pp=2 layers=2 order=dp-tp-pp global_batch=3 microbatches=1 tied=false")
 SMOOTH = train("tp=2 label_smoothing=0.1 z_loss=0.01")
 DROPOUT = train("tp=2 dp=2 dropout=0.2 steps=2")
@@ -790,11 +791,33 @@ PIPELINE = (
     Fault(
         "the head's gradient is not scaled",
         edit(
-            "nn.weight_grads:WeightGrads.scaled", ("torch.mul(dw, by, out=view)", "view.copy_(dw)")
+            "nn.weight_grads:_add_scaled",
+            ("torch.mul(dw, by.to(view.dtype), out=view)", "view.copy_(dw)"),
         ),
-        PLAIN,
+        WIDE,
         "gradient off",
         "a gradient computed along with the loss, before the loss has its factor",
+    ),
+    Fault(
+        "the head's late product is not scaled",
+        edit("nn.head:_scaled", ("x_nd = g * enter", "x_nd = enter")),
+        PLAIN,
+        "gradient off",
+        "the same where the product waits",
+    ),
+    Fault(
+        "a table's rows are added to the step before's",
+        edit("nn.weight_grads:_add_rows", ("view.zero_()", "None")),
+        train("pp=2 layers=2 tied=false steps=2", "plain"),
+        "off",
+        "a gradient buffer that is not zeroed",
+    ),
+    Fault(
+        "a row looked up twice gets one gradient",
+        edit("nn.weight_grads:_add_rows", ("view.index_add_", "view.index_copy_")),
+        PLAIN,
+        "gradient off",
+        "indexed assignment in place of accumulation",
     ),
     Fault(
         "W runs nothing",

@@ -188,7 +188,8 @@ def head(mesh: Mesh, sp: bool, chunk: int = 0) -> Case:
     def local(groups: Groups, h: Tensor, w: Tensor) -> Tensor:
         tp = groups.tp
         if chunk:
-            return HeadLoss.apply(h, w, labels, weights, tp.index, tp, rule, sp, chunk, None)[0]
+            how = (tp, rule, sp, chunk, None, False)
+            return HeadLoss.apply(h, w, labels, weights, tp.index, *how)[0]
         return nn.linear_cross_entropy(
             h, w, labels, weights, tp, vocab=v, label_smoothing=0.2, z_loss=0.1,
             sequence_parallel=sp, chunk=0,

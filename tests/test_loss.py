@@ -214,7 +214,7 @@ def test_every_pair_of_transforms() -> None:
     rule = nn.TokenLoss(vocab=11, label_smoothing=0.1, z_loss=0.1)
 
     def fast(h: Tensor, w: Tensor) -> Tensor:
-        return HeadLoss.apply(h, w, labels, weights, TP.index, TP, rule, False, 3, None)[0]
+        return HeadLoss.apply(h, w, labels, weights, TP.index, TP, rule, False, 3, None, False)[0]
 
     def plain(h: Tensor, w: Tensor) -> Tensor:
         return dense_loss(h @ w.T, labels, weights, 0.1, 0.1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from mfun.config.checks import check
 from mfun.config.fields import ConfigError
 from mfun.config.flops import ModelFlops, flops_per_token
-from mfun.config.layout import mesh, microbatch_sizes, resolve
+from mfun.config.layout import mesh, resolve
 from mfun.config.load import from_file, from_toml, load, override, to_toml
 from mfun.config.pipeline import (
     chunk_count,
+    microbatch_sizes,
     schedule,
     schedule_name,
     slice_costs,

@@ -70,16 +70,3 @@ def resolve(config: Config, world: int | None) -> Config:
     check(resolved)
     mesh(resolved)
     return resolved
-
-
-def microbatch_sizes(config: Config) -> tuple[int, ...]:
-    """Sequences in each microbatch of one data parallel rank; they differ by at most one.
-
-    Example:
-      >>> from mfun.config import Config, TrainConfig
-      >>> microbatch_sizes(Config(train=TrainConfig(global_batch=8, microbatches=3)))
-      (3, 3, 2)
-    """
-    local = config.train.global_batch // (config.parallel.dp or 1)
-    small, extra = divmod(local, config.train.microbatches)
-    return tuple(small + (i < extra) for i in range(config.train.microbatches))

@@ -49,7 +49,8 @@ def slice_costs(config: Config) -> Costs:
     """Costs of each slice by its matrix products, in units of one block's forward.
 
     The head computes its gradients along with the loss (`nn.head`), so all three of its products
-    are in F. The embedding looks up and costs nothing; an empty slice costs a tenth of a block.
+    are in F; but its weight's is in W where a microbatch has no more tokens than the model is wide.
+    The embedding looks up and costs nothing; an empty slice costs a tenth of a block.
 
     Example:
       >>> from mfun.config import Config, ModelConfig, ParallelConfig
@@ -60,9 +61,27 @@ def slice_costs(config: Config) -> Costs:
     """
     flops = flops_per_token(config.model)
     blocks = [float(len(part)) or 0.1 for part in stage_layers(config)]
-    head = 3 * flops.head * config.model.layers / (flops.forward - flops.head)
-    forward = [*blocks[:-1], round(blocks[-1] + head, 3)]
-    return Costs(F=tuple(forward), I=tuple(blocks), W=tuple(blocks))
+    product = flops.head * config.model.layers / (flops.forward - flops.head)
+    late = microbatch_sizes(config)[0] * config.model.seq_len <= config.model.hidden
+    in_f, in_w = (2, 1) if late else (3, 0)
+    return Costs(
+        F=(*blocks[:-1], round(blocks[-1] + in_f * product, 3)),
+        I=tuple(blocks),
+        W=(*blocks[:-1], round(blocks[-1] + in_w * product, 3)),
+    )
+
+
+def microbatch_sizes(config: Config) -> tuple[int, ...]:
+    """Sequences in each microbatch of one data parallel rank; they differ by at most one.
+
+    Example:
+      >>> from mfun.config import Config, TrainConfig
+      >>> microbatch_sizes(Config(train=TrainConfig(global_batch=8, microbatches=3)))
+      (3, 3, 2)
+    """
+    local = config.train.global_batch // (config.parallel.dp or 1)
+    small, extra = divmod(local, config.train.microbatches)
+    return tuple(small + (i < extra) for i in range(config.train.microbatches))
 
 
 def stage_layers(config: Config) -> tuple[tuple[int, ...], ...]:

@@ -70,7 +70,8 @@ def apply_embedding(config: Config, params: Params, x: Values, ctx: Ctx) -> Valu
     """h = dropout(tokens[ids] + positions)."""
     leaves, tokens_bs, tp = params["embed"], ctx.batch["tokens"], ctx.groups.tp
     sequence_parallel = config.parallel.sequence_parallel
-    h_bsd = vocab_embedding(tokens_bs, leaves["tokens"], tp, sequence_parallel=sequence_parallel)
+    how: Any = {"sequence_parallel": sequence_parallel, "weight_grads": ctx.weight_grads}
+    h_bsd = vocab_embedding(tokens_bs, leaves["tokens"], tp, **how)
     if "positions" in leaves:
         h_bsd = h_bsd + position_embedding(
             leaves["positions"],

@@ -6,16 +6,55 @@ v vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mfun.comm import Axis
 from mfun.nn.dropout import coordinates
 from mfun.nn.linear import SEQUENCE, leave
+from mfun.nn.weight_grads import WeightGrads
+
+
+class Rows(torch.autograd.Function):
+    """The rows of a table by index; their gradients are added where `weight_grads` says.
+
+    First order; without `weight_grads` it is `F.embedding`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, index_bs: Tensor, w_vd: Tensor, weight_grads: WeightGrads) -> Tensor:
+        """Look up, and keep the index."""
+        ctx.save_for_backward(index_bs, w_vd)
+        ctx.sink = weight_grads
+        return F.embedding(index_bs, w_vd)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Add dy to the rows that were looked up."""
+        index_n, dy_nd = ctx.saved_tensors[0].flatten(), grads[0].flatten(0, -2)
+        w_vd = ctx.saved_tensors[1]
+        if ctx.sink.rows(w_vd, index_n, dy_nd):
+            return None, None, None
+        return None, torch.zeros_like(w_vd).index_put((index_n,), dy_nd, accumulate=True), None
+
+
+def lookup(index_bs: Tensor, w_vd: Tensor, weight_grads: WeightGrads | None) -> Tensor:
+    """Rows of a table: `F.embedding`, or `Rows` where its gradient is not autograd's."""
+    if weight_grads is None:
+        return F.embedding(index_bs, w_vd)
+    return Rows.apply(index_bs, w_vd, weight_grads)
 
 
 def vocab_embedding(
-    tokens_bs: Tensor, w_vd: Tensor, axis: Axis, *, sequence_parallel: bool = False
+    tokens_bs: Tensor,
+    w_vd: Tensor,
+    axis: Axis,
+    *,
+    sequence_parallel: bool = False,
+    weight_grads: WeightGrads | None = None,
 ) -> Tensor:
     """Look up rows of a table that is cut by rows; a rank gives zero for rows of others.
 
@@ -29,6 +68,7 @@ def vocab_embedding(
         w_vd: (ceil(v/n), d), V over `axis`.
         axis: the tensor-parallel axis, of size n.
         sequence_parallel: the result is scattered to shards of the sequence.
+        weight_grads: takes the gradient of w in autograd's place.
 
     Returns:
         (b, s, d), I over `axis`; under sequence parallelism (b, s/n, d), V.
@@ -49,10 +89,10 @@ def vocab_embedding(
     Source: Megatron-LM's VocabParallelEmbedding.
     """
     if axis.size == 1:
-        return F.embedding(tokens_bs, w_vd)
+        return lookup(tokens_bs, w_vd, weight_grads)
     local_bs = tokens_bs - axis.index * w_vd.shape[0]
     foreign_bs = (local_bs < 0) | (local_bs >= w_vd.shape[0])
-    rows_bsd = F.embedding(local_bs.masked_fill(foreign_bs, 0), w_vd)
+    rows_bsd = lookup(local_bs.masked_fill(foreign_bs, 0), w_vd, weight_grads)
     return leave(rows_bsd.masked_fill(foreign_bs.unsqueeze(-1), 0.0), axis, sequence_parallel)
 
 

@@ -95,7 +95,9 @@ def linear_cross_entropy(
     args = (h_bsd, w_vd, labels_bs, weights_bs)
     wanted = h_bsd.requires_grad or w_vd.requires_grad
     if chunk and wanted and torch.is_grad_enabled() and not weights_bs.requires_grad:
-        static = (axis, rule, sequence_parallel, chunk, weight_grads)
+        late = weight_grads is not None and weight_grads.takes(w_vd)
+        late &= labels_bs.numel() <= w_vd.shape[1]  # dz (n, v) is no larger than dw (v, d)
+        static = (axis, rule, sequence_parallel, chunk, weight_grads, late)
         return HeadLoss.apply(*args, axis.index, *static)[0]
     return _value(*args, axis, rule, sequence_parallel, chunk)
 
@@ -165,6 +167,7 @@ def _value_and_grads(
 class HeadLoss(torch.autograd.Function):
     """(loss, dh, dw): the loss and its gradients, which the backward has only to scale.
 
+    `late` leaves the product dw = dz^T x to the backward and to W, with dz in dw's place.
     The gradients are outputs like the loss, so a second derivative is the derivative of an output:
     it goes through `_value_and_grads`, as do forward mode and vmap.
     """
@@ -181,26 +184,32 @@ class HeadLoss(torch.autograd.Function):
         sequence_parallel: bool,
         chunk: int,
         weight_grads: WeightGrads | None,
+        late: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Chunk by chunk, in place: logits become exponentials become their gradient."""
         axis = attrs.evolve(axis, index=index)
         x = enter(h, axis, sequence_parallel)
         tokens_nd, labels, weights = x.flatten(0, -2), labels.flatten(), weights.flatten()
-        dx_nd, dw = torch.empty_like(tokens_nd), torch.empty_like(w)
-        losses = []
+        dx_nd, dw = torch.empty_like(tokens_nd), w.new_empty(0) if late else torch.empty_like(w)
+        losses, factors = [], []
         for rows in _rows(tokens_nd.shape[0], chunk):
             z, columns = _logits(tokens_nd[rows], w, labels[rows], axis, rule)
             losses.append(_differentiate_(z, columns, weights[rows], axis, rule))
             dz = z.to(w.dtype)
             torch.mm(dz, w, out=dx_nd[rows])
-            dw.addmm_(dz.T, tokens_nd[rows], beta=1 if rows.start else 0)  # 0 overwrites
+            if late:
+                factors.append(dz)
+            else:
+                dw.addmm_(dz.T, tokens_nd[rows], beta=1 if rows.start else 0)  # 0 overwrites
+        if late:
+            dw = factors[0] if len(factors) == 1 else torch.cat(factors)
         dx = leave_fresh(dx_nd.view_as(x), axis, sequence_parallel)
         return torch.stack(losses).sum(), dx, dw
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep the gradients; the rest only for derivatives of derivatives."""
-        *tensors, ctx.axis, ctx.rule, ctx.sequence_parallel, _, ctx.weight_grads = inputs
+        *tensors, ctx.axis, ctx.rule, ctx.sequence_parallel, _, ctx.sink, ctx.late = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.save_for_forward(*tensors)
@@ -211,8 +220,8 @@ class HeadLoss(torch.autograd.Function):
         g, *g_grads = grads
         *tensors, dh, dw = ctx.saved_tensors
         if g_grads == [None, None]:
-            return (*_scaled(g, dh, dw, tensors[1], ctx.weight_grads), *[None] * 8)
-        return (*_pulled(_of_h_and_w(ctx, tensors), tensors[:2], grads), *[None] * 8)
+            return (*_scaled(ctx, g, tensors[0], tensors[1], dh, dw), *[None] * 9)
+        return (*_pulled(_of_h_and_w(ctx, tensors), tensors[:2], grads), *[None] * 9)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
@@ -226,7 +235,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         """Through the definition, with the ranks where the index is batched."""
-        axis, rule, sequence_parallel, _, _ = args[5:]
+        axis, rule, sequence_parallel, *_ = args[5:]
 
         def one(h: Tensor, w: Tensor, y: Tensor, m: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             at = attrs.evolve(axis, index=index)
@@ -236,11 +245,16 @@ class HeadLoss(torch.autograd.Function):
 
 
 def _scaled(
-    g: Tensor | None, dh: Tensor, dw: Tensor, w: Tensor, sink: WeightGrads | None
+    ctx: Any, g: Tensor | None, h: Tensor, w: Tensor, dh: Tensor, dw: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """g dh and g dw, the latter None where the sink took it."""
+    """g dh and g dw, the latter None where the sink took it; where late, dw is dz."""
     if g is None:
         return None, None
+    sink: WeightGrads | None = ctx.sink
+    if ctx.late:
+        x_nd = g * enter(h, ctx.axis, ctx.sequence_parallel).flatten(0, -2)
+        assert sink is not None
+        return g * dh, None if sink.product(w, dw, x_nd) else dw.T @ x_nd
     return g * dh, None if sink is not None and sink.scaled(w, dw, g) else g * dw
 
 

@@ -1,14 +1,15 @@
-"""Where a linear layer's backward leaves its weight's gradient: in the flat buffer, now or later.
+"""Where a layer's backward leaves its weight's gradient: in the flat buffer, now or later.
 
 A weight's gradient is a product dy^T x, half of a backward's work, and nothing in the backward
 waits for it. Handed to a `WeightGrads` instead of to autograd, it is added into the gradient's view
 by the product itself, without a tensor of its own; and it can wait, which is the split of a
-backward into I (to the inputs) and W (to the weights).
+backward into I (to the inputs) and W (to the weights). So can the rows of a table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 Claim = Callable[[str], tuple[Tensor, int]]
 """path -> (the view to add into, how often what is there counts: 0 or 1)."""
 Paths = Mapping[tuple[int, int], str]
+Add = Callable[[Tensor, int], None]
+"""Adds a gradient to the view, of which `keep` (0 or 1) times what is there counts."""
 
 
 def paths_by_memory(leaves: Mapping[str, Tensor]) -> Paths:
@@ -50,7 +53,7 @@ class WeightGrads:
 
     def __init__(self, paths: Paths, claim: Claim) -> None:
         self._paths, self._claim = paths, claim
-        self._kept: list[tuple[str, torch.Size, Tensor, Tensor]] = []
+        self._kept: list[tuple[str, Add]] = []
         self._stacked: dict[tuple[int, int], Sequence[Tensor]] = {}
         self.later = False
 
@@ -75,14 +78,20 @@ class WeightGrads:
             taken = [self.product(*one, x_ni) for one in zip(parts, columns, strict=True)]
             assert all(taken), "stacked weights are parameters' memory"
             return True
-        path = self._path(w)
-        if path is None:
-            return False
-        if self.later:
-            self._kept.append((path, w.shape, dy_no, x_ni))
-        else:
-            self._add(path, w.shape, dy_no, x_ni)
-        return True
+        return self._take(w, partial(_add_product, w.shape, dy_no, x_ni))
+
+    def rows(self, w: Tensor, index_n: Tensor, dy_nd: Tensor) -> bool:
+        """Take the gradient of a table w (v, d) of which the rows index_n were looked up.
+
+        Args:
+            w: as `product`.
+            index_n: the rows.
+            dy_nd: gradient of what was looked up.
+
+        Returns:
+            As `product`.
+        """
+        return self._take(w, partial(_add_rows, w.shape, index_n, dy_nd))
 
     def scaled(self, w: Tensor, dw: Tensor, by: Tensor) -> bool:
         """Take the gradient by * dw of a weight, where dw (as w) is there already.
@@ -90,30 +99,51 @@ class WeightGrads:
         Returns:
             As `product`.
         """
-        path = self._path(w)
-        if path is None:
-            return False
-        view, keep = self._claim(path)
-        view = view.view(w.shape)
-        by, dw = by.to(view.dtype), dw.to(view.dtype)
-        view.addcmul_(dw, by) if keep else torch.mul(dw, by, out=view)
-        return True
+        return self._take(w, partial(_add_scaled, dw, by))
+
+    def takes(self, w: Tensor) -> bool:
+        """Whether the gradient of w would be taken in a backward of first order."""
+        return w.is_contiguous() and place(w) in self._paths
 
     @torch.no_grad()
     def run(self) -> None:
-        """Add the products that were kept, and let go of their inputs."""
+        """Add what was kept, and let go of it."""
         while self._kept:
-            self._add(*self._kept.pop())
+            path, add = self._kept.pop()
+            add(*self._claim(path))
 
     def _path(self, w: Tensor) -> str | None:
-        if torch.is_grad_enabled() or not w.is_contiguous():
-            return None
-        return self._paths.get(place(w))
+        return self._paths[place(w)] if self.takes(w) and not torch.is_grad_enabled() else None
 
-    def _add(self, path: str, shape: torch.Size, dy_no: Tensor, x_ni: Tensor) -> None:
-        view, keep = self._claim(path)
-        view = view.view(shape)
-        if view.dtype == dy_no.dtype == x_ni.dtype:
-            view.addmm_(dy_no.T, x_ni, beta=keep)
-        else:  # gradients of more bits: the product itself has them
-            view.addmm_(dy_no.to(view.dtype).T, x_ni.to(view.dtype), beta=keep)
+    def _take(self, w: Tensor, add: Add) -> bool:
+        path = self._path(w)
+        if path is None:
+            return False
+        if self.later:
+            self._kept.append((path, add))
+        else:
+            add(*self._claim(path))
+        return True
+
+
+def _add_product(shape: torch.Size, dy_no: Tensor, x_ni: Tensor, view: Tensor, keep: int) -> None:
+    view = view.view(shape)
+    if view.dtype == dy_no.dtype == x_ni.dtype:
+        view.addmm_(dy_no.T, x_ni, beta=keep)
+    else:  # gradients of more bits: the product itself has them
+        view.addmm_(dy_no.to(view.dtype).T, x_ni.to(view.dtype), beta=keep)
+
+
+def _add_scaled(dw: Tensor, by: Tensor, view: Tensor, keep: int) -> None:
+    view, dw = view.view(dw.shape), dw.to(view.dtype)
+    view.addcmul_(dw, by.to(view.dtype)) if keep else torch.mul(dw, by.to(view.dtype), out=view)
+
+
+def _add_rows(shape: torch.Size, index_n: Tensor, dy_nd: Tensor, view: Tensor, keep: int) -> None:
+    view, dy_nd = view.view(shape), dy_nd.to(view.dtype)
+    if not keep:
+        view.zero_()
+    if view.device.type == "cpu":
+        view.index_add_(0, index_n, dy_nd)
+    else:  # sorted, so the same bits every time; index_add_ is atomic there
+        view.index_put_((index_n,), dy_nd, accumulate=True)
