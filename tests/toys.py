@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mfun import tree
-from mfun.grads import GradBuffers, finalize_steps, global_norm, reductions, seeds
+from mfun.grads import GradBuffers, finalize_steps, global_norm, lay_out, reductions, seeds
 from mfun.mesh import Mesh
 from mfun.nn.layer import Layer
 from mfun.pipeline import executor, mailbox
@@ -95,7 +95,8 @@ def run(
 
         mine = world.build(lambda c: tree.map_with_path(leaf, stage.specs))
         batches = [world.build(lambda c, m=m: _batch(*data[c["dp"]][m])) for m in range(count)]
-        grads = GradBuffers(stage.specs, table, mesh, torch.float64, lead=world.lead)
+        buckets = lay_out(stage.specs, table, mesh, torch.float64)
+        grads = GradBuffers(stage.specs, table, buckets, torch.float64, lead=world.lead)
         if hook:
             hook(grads)
         total = size = losses = None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mfun import tree
+from mfun.comm import overlap
 from mfun.comm.groups import GroupKey, Groups, group_key, process_groups
 from mfun.comm.p2p import Transport
 from mfun.comm.world import Message, Waits
@@ -129,6 +130,28 @@ class ProcessWorld:
             work = dist.all_reduce(x, op=kind, group=axis.group, async_op=True)
         return _waited(work, x)
 
+    def reduce_scatter(self, x: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
+        """One reduce-scatter (on CPU an exchange and a local sum), started by the call."""
+        axis = self.groups.over(*axes)
+        if axis.size == 1:
+            return _waited(None, x)
+        return _pending(overlap.start_reduce_scatter(x, axis, 0))
+
+    def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
+        """One all-gather into `out`, started by the call."""
+        axis = self.groups.over(*axes)
+        work = None
+        if axis.size > 1:
+            work = dist.all_gather_single(out, shard, group=axis.group, async_op=True)
+        elif shard.data_ptr() != out.data_ptr():
+            out.copy_(shard)
+        return _waited(work, out)
+
+    def shard(self, x: Tensor, axes: Sequence[AxisLike]) -> Tensor:
+        """A view of this rank's piece."""
+        axis = self.groups.over(*axes)
+        return x.chunk(axis.size)[int(axis.index)] if axis.size > 1 else x
+
     def post(
         self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
     ) -> None:
@@ -145,6 +168,11 @@ class ProcessWorld:
         self._transport.drain()
         return
         yield ""
+
+
+def _pending(pending: overlap.Pending) -> Waits[Tensor]:
+    return pending.wait()
+    yield ""
 
 
 def _waited(work: Any, x: Tensor) -> Waits[Tensor]:

@@ -50,6 +50,24 @@ class World(Protocol):
         """
         ...
 
+    def reduce_scatter(self, x: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
+        """Sum over `axes`, of whose last dim each rank keeps its equal piece. No derivative.
+
+        On processes it is on its way when the call returns; x must stay as it is until then.
+        """
+        ...
+
+    def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
+        """Fill `out` with the ranks' shards, one after the other along the last dim.
+
+        The shard may be this rank's place in `out`. On processes as `reduce_scatter`.
+        """
+        ...
+
+    def shard(self, x: Tensor, axes: Sequence[AxisLike]) -> Tensor:
+        """This rank's piece of the last dim; on processes a view."""
+        ...
+
     def post(
         self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
     ) -> None:

@@ -1,13 +1,15 @@
 """Flat gradient buffers: one per bucket, with a view for every leaf.
 
 Backward adds into the views; `finalize` reduces whole buffers. Leaves share a bucket when they
-share dtype and reduction groups, so a buffer is one collective.
+share dtype and reduction groups, so a buffer is one collective. Sharded, each rank of a bucket's
+shard group keeps an equal piece of the sum, whatever leaves it cuts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,54 +22,99 @@ from mfun.mesh import Mesh
 from mfun.spec import ParamSpec, local_shape
 
 
-class GradBuffers:
-    """The gradients of one stage's parameters.
+def lay_out(
+    specs: Any,
+    table: Mapping[str, Reduction],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    bucket_size: int | None = None,
+    sharded: bool = False,
+    apart: Mapping[str, Hashable] = MappingProxyType({}),
+) -> tuple[flat.Bucket, ...]:
+    """The buckets of one stage's parameters.
 
     Args:
         specs: the stage's tree of `ParamSpec`.
         table: reductions by path.
         mesh: the mesh.
         dtype: of the gradients.
+        bucket_size: elements after which a bucket is closed; None for one bucket per group.
+        sharded: pad, so that every shard group can cut its buckets.
+        apart: leaves of different values here share no bucket.
+
+    Example:
+        >>> specs = {"w": ParamSpec(shape=(3, 5)), "b": ParamSpec(shape=(3,))}
+        >>> table = {path: Reduction(path, ("dp",), (0,), ()) for path in specs}
+        >>> buckets = lay_out(specs, table, Mesh(dp=2), torch.float32, sharded=True)
+        >>> [(b.used, b.size) for b in buckets]
+        [(79, 128)]
+    """
+    leaves: dict[str, ParamSpec] = tree.flatten(specs)
+    sizes = [math.prod(map(mesh.size, table[path].axes)) for path in leaves]
+    return flat.plan_buckets(
+        [
+            (
+                path,
+                local_shape(spec, mesh),
+                (str(dtype), *table[path].group, apart.get(path)),
+                _tied(table[path]),
+            )
+            for path, spec in leaves.items()
+        ],
+        bucket_size=bucket_size,
+        shards=math.lcm(*sizes) if sharded else None,
+    )
+
+
+def views(
+    buckets: Sequence[flat.Bucket], buffers: Sequence[Tensor], specs: Any
+) -> dict[str, Tensor]:
+    """Every leaf as a view of its bucket's buffer, in the order of the specs."""
+    leaves: dict[str, ParamSpec] = tree.flatten(specs)
+    found = {
+        span.path: buffer[..., span.start : span.stop].unflatten(-1, span.shape or (1,))
+        for bucket, buffer in zip(buckets, buffers, strict=True)
+        for span in bucket.spans
+    }
+    return {path: found[path] if leaves[path].shape else found[path].squeeze(-1) for path in leaves}
+
+
+class GradBuffers:
+    """The gradients of one stage's parameters.
+
+    Args:
+        specs: the stage's tree of `ParamSpec`.
+        table: reductions by path.
+        buckets: from `lay_out`.
+        dtype: of the gradients.
         lead: dims in front of every tensor (`World.lead`).
         device: where.
-        bucket_size: elements after which a bucket is closed; None for one bucket per group.
+        sharded: `finalize_steps` leaves each rank its shards instead of whole gradients.
+
+    Attributes:
+        shards: by bucket, this rank's pieces of the finished sums, where sharded.
     """
 
     def __init__(
         self,
         specs: Any,
         table: Mapping[str, Reduction],
-        mesh: Mesh,
+        buckets: Sequence[flat.Bucket],
         dtype: torch.dtype,
+        *,
         lead: Sequence[int] = (),
         device: torch.device | str = "cpu",
-        bucket_size: int | None = None,
+        sharded: bool = False,
     ) -> None:
-        leaves: dict[str, ParamSpec] = tree.flatten(specs)
-        self.table = {path: table[path] for path in leaves}
-        self.buckets = flat.plan_buckets(
-            [
-                (
-                    path,
-                    local_shape(spec, mesh),
-                    (str(dtype), *table[path].group),
-                    _tied(table[path]),
-                )
-                for path, spec in leaves.items()
-            ],
-            bucket_size=bucket_size,
-        )
+        self.table = {path: table[path] for path in tree.flatten(specs)}
+        self.buckets = tuple(buckets)
         self.buffers = [
             torch.zeros(*lead, bucket.size, dtype=dtype, device=device) for bucket in self.buckets
         ]
-        found = {
-            span.path: buffer[..., span.start : span.stop].unflatten(-1, span.shape or (1,))
-            for bucket, buffer in zip(self.buckets, self.buffers, strict=True)
-            for span in bucket.spans
-        }
-        self.views: dict[str, Tensor] = {
-            path: found[path] if leaves[path].shape else found[path].squeeze(-1) for path in leaves
-        }
+        self.views = views(self.buckets, self.buffers, specs)
+        self.sharded = sharded
+        self.shards: dict[int, Tensor] = {}
         self.bucket_of = {span.path: i for i, b in enumerate(self.buckets) for span in b.spans}
         self._fresh: set[str] = set()
         self.sums: dict[int, Waits[Tensor]] = {}
@@ -76,7 +123,11 @@ class GradBuffers:
     def start(self) -> None:
         """Begin a window: every leaf's next gradient replaces what is there."""
         self._fresh = set(self.views)
-        self.sums = {}
+        self.sums, self.shards = {}, {}
+
+    def row(self, bucket: int) -> Reduction:
+        """How a bucket is reduced: as any of its leaves."""
+        return self.table[self.buckets[bucket].spans[0].path]
 
     def claim(self, path: str) -> tuple[Tensor, int]:
         """A leaf's view, for its next gradient to be added in place.
@@ -131,6 +182,10 @@ class GradBuffers:
             return (joined is not None, joined or (), path if joined else "", i)
 
         return sorted(range(len(self.buckets)), key=rank)
+
+    def finished(self) -> dict[int, Tensor]:
+        """What `finalize_steps` leaves, by bucket: whole buffers, or this rank's shards."""
+        return self.shards if self.sharded else dict(enumerate(self.buffers))
 
     @property
     def numel(self) -> int:

@@ -65,10 +65,12 @@ def start_reduce(world: World, grads: GradBuffers, bucket: int) -> None:
     if bucket in grads.sums:
         raise RuntimeError(f"bucket {bucket} is reduced twice in a window")
     grads.close(bucket)
-    row = grads.table[grads.buckets[bucket].spans[0].path]
-    alone = not row.axes and not row.joined
-    buffer = grads.buffers[bucket]
-    grads.sums[bucket] = _as_it_is(buffer) if alone else world.all_reduce(buffer, *row.group)
+    row, buffer = grads.row(bucket), grads.buffers[bucket]
+    if grads.sharded:
+        grads.sums[bucket] = world.reduce_scatter(buffer, row.axes)
+    else:
+        alone = not row.axes and not row.joined
+        grads.sums[bucket] = _as_it_is(buffer) if alone else world.all_reduce(buffer, *row.group)
 
 
 def _as_it_is(x: Tensor) -> Waits[Tensor]:
@@ -77,9 +79,11 @@ def _as_it_is(x: Tensor) -> Waits[Tensor]:
 
 
 def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
-    """Make the gradients in flat buffers whole, in place: weights, then one all-reduce a bucket.
+    """Make the gradients in flat buffers whole: weights, then one collective a bucket.
 
-    Buckets that the stream has reduced already are only waited for.
+    In place; or, sharded, each rank gets its shards of the sums, and a shard of a leaf that is tied
+    over stages is then added up over these. Buckets that the stream has reduced already are only
+    waited for.
 
     Args:
         world: of this rank.
@@ -90,9 +94,14 @@ def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
             start_reduce(world, grads, i)
     for i, waits in grads.sums.items():
         whole = yield from waits
-        if whole is not grads.buffers[i]:
+        if grads.sharded:
+            grads.shards[i] = whole
+        elif whole is not grads.buffers[i]:
             grads.buffers[i].copy_(whole)
     grads.sums = {}
+    for i in grads.order():
+        if grads.sharded and (joined := grads.row(i).joined):
+            grads.shards[i] = yield from world.all_reduce(grads.shards[i], (), joined)
 
 
 def owns(row: Reduction, mesh: Mesh, stage: int) -> Callable[[Mapping[str, int]], Tensor]:
@@ -114,18 +123,23 @@ def global_norm(world: World, grads: GradBuffers) -> Waits[Tensor]:
 
     Args:
         world: of this rank.
-        grads: finalized buffers.
+        grads: finalized buffers. Of shards, which no two ranks of a stage share, all are counted;
+            a tied one on its first stage.
 
     Returns:
         The norm, float64, of shape `world.lead`; the same on all ranks.
     """
     total = torch.zeros(world.lead, dtype=torch.float64)
-    for bucket, buffer in zip(grads.buckets, grads.buffers, strict=True):
-        row = grads.table[bucket.spans[0].path]
-        own = world.build(owns(row, world.mesh, world.stage))
+    for i, buffer in grads.finished().items():
+        row = grads.row(i)
+        if grads.sharded:
+            own = float(world.stage == row.stages[0])
+        else:
+            own = world.build(owns(row, world.mesh, world.stage))
         total = total.to(buffer.device) + sum_of_squares(buffer) * own
     everywhere = tuple(range(world.mesh.pp))
-    total = yield from world.all_reduce(total, ("tp",), everywhere)
+    axes = ("tp", "dp", "cp") if grads.sharded else ("tp",)
+    total = yield from world.all_reduce(total, axes, everywhere)
     return total.sqrt()
 
 

@@ -165,14 +165,15 @@ def reductions(stage_specs: Sequence[Any], mesh: Mesh) -> dict[str, Reduction]:
 def needed_groups(table: Mapping[str, Reduction], mesh: Mesh) -> list[Group]:
     """Every group a training step reduces over, once, in the same order on all ranks.
 
-    Includes those of the gradient norm and of the loss, which every stage learns.
+    Includes those of the gradient norm and of the loss, which every stage learns, and for shards:
+    within a stage, and over stages for each piece of a tied leaf.
     """
     everywhere = tuple(range(mesh.pp))
     groups: list[Group] = [(("tp",), everywhere), (("dp", "cp"), everywhere)]
+    groups.append((("tp", "dp", "cp"), everywhere))
     for row in table.values():
-        if row.group not in groups and (row.axes or row.joined):
-            groups.append(row.group)
-    return groups
+        groups += [row.group, (row.axes, None), ((), row.joined)]
+    return [group for group in dict.fromkeys(groups) if group[0] or group[1]]
 
 
 def explain(table: Mapping[str, Reduction], normalised: str = "") -> str:

@@ -121,6 +121,30 @@ class MailboxWorld:
             out[members] = whole.expand_as(part)
         return out
 
+    def reduce_scatter(self, x: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
+        """By indexing; the sum is that of `all_reduce`, to the bit."""
+        return self.shard(self._within(x, tuple(axes), "sum"), axes)
+        yield ""
+
+    def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
+        """By indexing, into `out`."""
+        if not self.lead:
+            return out.copy_(shard)
+        for group in self.mesh.stage_groups(*axes):
+            members = list(group)
+            out[members] = shard[members].flatten().expand(len(members), -1)
+        return out
+        yield ""
+
+    def shard(self, x: Tensor, axes: Sequence[AxisLike]) -> Tensor:
+        """Each rank's piece, copied."""
+        if not self.lead:
+            return x.clone()
+        partition = self.mesh.stage_groups(*axes)
+        place = {rank: i for group in partition for i, rank in enumerate(group)}
+        size = x.shape[-1] // len(partition[0])
+        return torch.stack([row.narrow(-1, place[rank] * size, size) for rank, row in enumerate(x)])
+
     def post(
         self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
     ) -> None:

@@ -10,12 +10,20 @@ from torch import Tensor
 
 from mfun import optim, rng, tree
 from mfun.comm.world import Message, Waits, World
-from mfun.grads import GradBuffers, finalize_steps, global_norm, seeds
+from mfun.grads import (
+    GradBuffers,
+    ParamBuffers,
+    finalize_steps,
+    global_norm,
+    seeds,
+    shard_name,
+)
 from mfun.pipeline import executor
 from mfun.pipeline.executor import Program
 from mfun.pipeline.pullback import autograd_layer, recomputed
 from mfun.spec import init_params
 from mfun.train.plan import Plan, streams
+from mfun.train.shards import flat_params
 
 Batch = Mapping[str, Tensor]
 
@@ -53,12 +61,20 @@ class Trainer:
         self.plan, self.world = plan, world
         self.stage = plan.stages[world.stage]
         config = plan.config
-        decay = {path: spec.decay for path, spec in plan.specs.items()}
-        self.optimizer = optim.build(config.optim, config.train.steps, decay)
+        self.optimizer = optim.build(config.optim, config.train.steps, self._decay())
         self.linearize = autograd_layer
         if config.parallel.recompute == "full":
             self.linearize = recomputed(autograd_layer)
         self.grads: GradBuffers | None = None
+        self.flat: ParamBuffers | None = None
+
+    def _decay(self) -> dict[str, bool]:
+        """Which of the optimizer's leaves decay; a bucket's parameters all do or none."""
+        decay = {path: spec.decay for path, spec in self.plan.specs.items()}
+        if not self.plan.sharded:
+            return decay
+        buckets = self.plan.buckets(self.stage.index)
+        return {shard_name(i): decay[bucket.spans[0].path] for i, bucket in enumerate(buckets)}
 
     def init(self) -> State:
         """Initial weights, bitwise the same in every layout, and a fresh optimizer."""
@@ -70,7 +86,19 @@ class Trainer:
             )
 
         params = self.world.build(make)
-        return State(0, params, self.optimizer.init(tree.flatten(params)))
+        return State(0, params, self.optimizer.init(self._leaves(params)))
+
+    def _leaves(self, params: Any) -> dict[str, Tensor]:
+        """What the optimizer updates: the parameters by path, or this rank's shards of them."""
+        leaves = tree.flatten(params)
+        return self._flat(leaves).shards() if self.plan.sharded else leaves
+
+    def _flat(self, leaves: Mapping[str, Tensor]) -> ParamBuffers:
+        """The flat buffers of these parameters; a state that came from elsewhere is copied."""
+        if self.flat is None or not self.flat.holds(leaves):
+            self.flat = flat_params(self.plan, self.world, next(iter(leaves.values())))
+            self.flat.load(leaves)
+        return self.flat
 
     def buffers(self, params: Any) -> GradBuffers:
         """Gradient buffers for this stage, made at the first step."""
@@ -82,15 +110,16 @@ class Trainer:
     def gradients(
         self, state: State, batches: Sequence[Batch]
     ) -> Waits[tuple[dict[str, Tensor], Tensor, Tensor, Tensor]]:
-        """Loss, whole gradients by path, their norm and the number of valid tokens.
+        """Loss, gradients, their norm and the number of valid tokens.
 
         Args:
             state: where to differentiate.
             batches: this rank's microbatches.
 
         Returns:
-            (gradients, views of the buffers: overwritten by the next call; loss; norm; tokens), the
-            numbers of shape `world.lead` and equal on all ranks.
+            (gradients as the optimizer's leaves: by path, or this rank's shards (`by_path` makes
+            them whole); they are overwritten by the next call; loss; norm; tokens), the numbers of
+            shape `world.lead` and equal on all ranks.
         """
         config, grads = self.plan.config, self.buffers(state.params)
         scale, tokens = yield from seeds(
@@ -104,7 +133,9 @@ class Trainer:
         yield from finalize_steps(self.world, grads)
         norm = yield from global_norm(self.world, grads)
         loss = yield from self._total(sums, scale)
-        return grads.views, loss, norm, tokens
+        if not grads.sharded:
+            return grads.views, loss, norm, tokens
+        return {shard_name(i): x for i, x in grads.shards.items()}, loss, norm, tokens
 
     def step(
         self, state: State, batches: Sequence[Batch], *, donate: bool = True
@@ -120,9 +151,9 @@ class Trainer:
             The new state and its metrics.
         """
         grads, loss, norm, tokens = yield from self.gradients(state, batches)
-        params, opt = self.optimizer.update(
-            grads, state.opt, tree.flatten(state.params), norm=norm, donate=donate
-        )
+        leaves = self._leaves(state.params)
+        new, opt = self.optimizer.update(grads, state.opt, leaves, norm=norm, donate=donate)
+        params = (yield from self._gathered(new, donate)) if self.plan.sharded else new
         metrics = Metrics(
             loss=_number(loss),
             grad_norm=_number(norm),
@@ -130,6 +161,13 @@ class Trainer:
             tokens=int(_number(tokens)),
         )
         return State(state.step + 1, tree.unflatten(params), opt), metrics
+
+    def _gathered(self, shards: Mapping[str, Tensor], donate: bool) -> Waits[dict[str, Tensor]]:
+        """The parameters by path, from every rank's new shards."""
+        if self.flat is None or not donate:
+            self.flat = flat_params(self.plan, self.world, next(iter(shards.values())))
+        yield from self.flat.fill(shards)
+        return self.flat.views
 
     def evaluate(self, state: State, batches: Sequence[Batch]) -> Waits[float]:
         """Mean loss per valid token of the whole batch, without dropout, on every rank."""

@@ -12,6 +12,7 @@ from mfun.comm.world import World
 from mfun.config import Config
 from mfun.pipeline import mailbox
 from mfun.train.plan import Plan, plan
+from mfun.train.shards import by_path
 from mfun.train.step import Trainer
 from mfun.verify import reference
 from mfun.verify.batches import all_batches, rank_batches
@@ -36,7 +37,8 @@ def program(layout: Plan, world: World) -> Generator[str, None, dict[str, Any]]:
         ]
         if step == 0:
             grads, *_ = yield from trainer.gradients(state, batches)
-            first = {path: grad.clone() for path, grad in grads.items()}
+            whole = yield from by_path(layout, world, grads)
+            first = {path: grad.clone() for path, grad in whole.items()}
         state, metrics = yield from trainer.step(state, batches)
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)
