@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from mfun.config.fields import ConfigError
 from mfun.config.pipeline import chunk_count, schedule_name, slice_count
-from mfun.config.sections import BITS, Config
+from mfun.config.precision import precision_problems
+from mfun.config.sections import Config
 from mfun.schedule import SCHEDULES, ScheduleError, Sizes
 
 
@@ -25,8 +26,9 @@ def check(config: Config) -> None:
       Traceback (most recent call last):
       mfun.config.fields.ConfigError: model.heads is 6 and model.kv_heads is 4; each key head ...
     """
-    parts = (_unbuilt, _widths, _heads, _positions, _stages, _batches, _rates, _formats, _scaling)
+    parts = (_unbuilt, _widths, _heads, _positions, _stages, _batches, _rates)
     problems = [problem for part in parts for problem in part(config)]
+    problems += precision_problems(config.precision)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -38,6 +40,7 @@ def _unbuilt(config: Config) -> Iterator[str]:
         ("parallel.ep", parallel.ep, 1, "expert parallelism"),
         ("parallel.etp", parallel.etp, (0, parallel.tp), "tensor parallelism inside experts"),
         ("parallel.sharding", parallel.sharding, ("no_shard", "optim"), "ZeRO-2 and 3"),
+        ("precision.policy", config.precision.policy, ("fp32", "fp64"), "16-bit training"),
     ]
     for key, value, built, what in rows:
         allowed = built if isinstance(built, tuple) else (built,)
@@ -165,45 +168,3 @@ def _rates(config: Config) -> Iterator[str]:
 
 def _undivided(key: str, value: int, by: str, size: int) -> str:
     return f"{key} is {value}, which {by} = {size} does not divide; use a multiple of {size}."
-
-
-def _formats(config: Config) -> Iterator[str]:
-    precision = config.precision
-    params, compute, grads, masters = precision.formats
-    if BITS[params] < BITS[compute] or (BITS[params] == BITS[compute] and params != compute):
-        yield (
-            f"precision.params is {params} and precision.compute is {compute}; parameters are used "
-            "in the compute format, so give the same one, or parameters of more bits."
-        )
-    if BITS[grads] < BITS[compute] or (BITS[grads] == BITS[compute] and grads != compute):
-        yield (
-            f"precision.grads is {grads} and precision.compute is {compute}; gradients come out in "
-            "the compute format, so give the same one, or one of more bits."
-        )
-    if masters != "none" and BITS[masters] <= BITS[params]:
-        yield (
-            f"precision.masters is {masters} and precision.params is {params}, which keeps as much;"
-            " use masters=none."
-        )
-    if precision.stochastic_rounding and (params, masters) != ("bf16", "none"):
-        yield (
-            "precision.stochastic_rounding is for parameters in bf16 without masters, but "
-            f"precision.params is {params} and precision.masters is {masters}; turn it off, or use "
-            "policy=bf16 masters=none."
-        )
-
-
-def _scaling(config: Config) -> Iterator[str]:
-    precision = config.precision
-    if precision.scaling != "dynamic":
-        return
-    if precision.formats.compute != "fp16":
-        yield (
-            f"precision.loss_scale is dynamic, but precision.compute is {precision.formats.compute}"
-            ", which has the range of fp32 or more; use none."
-        )
-    if precision.initial_scale < precision.min_scale:
-        yield (
-            f"precision.initial_scale is {precision.initial_scale:g}, below precision.min_scale = "
-            f"{precision.min_scale:g}; raise one or lower the other."
-        )

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from mfun.config.fields import choice, flag, real, text, texts, whole, wholes
+from mfun.config.fields import choice, flag, real, tables, text, texts, whole, wholes
+from mfun.config.precision import PrecisionConfig
 
 Position = Literal["learned", "rotary", "none"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
@@ -34,8 +35,8 @@ Schedule = Literal[
 ]
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 Recompute = Literal["none", "full"]
-Policy = Literal["fp32", "fp64", "bf16", "fp16"]
-Optimizer = Literal["adamw", "sgd"]
+Optimizer = Literal["adamw", "sgd", "lion", "muon"]
+MuonScale = Literal["match_rms", "original"]
 LearningRate = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
 LossNorm = Literal["tokens", "microbatch"]
 
@@ -176,19 +177,6 @@ class ParallelConfig:
 
 
 @attrs.frozen(kw_only=True)
-class PrecisionConfig:
-    """Number formats.
-
-    Args:
-      policy: format of parameters, activations and gradients.
-    """
-
-    section: ClassVar[str] = "precision"
-
-    policy: Policy = choice("fp32", Policy)
-
-
-@attrs.frozen(kw_only=True)
 class OptimConfig:
     """How parameters move.
 
@@ -200,12 +188,19 @@ class OptimConfig:
       warmup: steps over which the learning rate rises from 0.
       decay_steps: step at which a falling schedule ends; 0 means ``train.steps``.
       wsd_decay: part of the steps over which the wsd schedule falls.
-      b1: AdamW's decay of the mean gradient.
-      b2: AdamW's decay of the mean square.
+      b1: AdamW's decay of the mean gradient; Lion's, of the mean whose sign it takes.
+      b2: AdamW's decay of the mean square; Lion's, of the mean it keeps (0.99 in its paper).
       eps: AdamW's addition to the root of the mean square.
-      momentum: of sgd.
+      momentum: of sgd, and of Muon (0.95 in its paper).
+      ns_steps: Muon's Newton-Schulz steps.
+      muon_scale: Muon's matrices move as far as AdamW would move them, or as first published.
       weight_decay: decay of matrices and embeddings.
       clip: largest global gradient norm; 0 does not clip.
+      clip_value: largest element of a gradient, after ``clip``; 0 does not clip.
+      count_zeros: count the zeros of the gradient, as the metric ``num_zeros``.
+      overrides: multipliers of ``lr`` and ``weight_decay`` by a pattern of parameter paths:
+        ``[optim.overrides."embed.*"]`` with ``lr``, ``decay`` or both; the last one that says
+        something counts.
     """
 
     section: ClassVar[str] = "optim"
@@ -221,8 +216,13 @@ class OptimConfig:
     b2: float = real(0.95, below=1.0)
     eps: float = real(1e-8, open_=True)
     momentum: float = real(0.9, below=1.0)
+    ns_steps: int = whole(5, least=1)
+    muon_scale: MuonScale = choice("match_rms", MuonScale)
     weight_decay: float = real(0.1)
     clip: float = real(1.0)
+    clip_value: float = real(0.0)
+    count_zeros: bool = flag(False)
+    overrides: dict[str, dict[str, float]] = tables("lr", "decay")
 
 
 @attrs.frozen(kw_only=True)

@@ -16,6 +16,7 @@ from mfun.config import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    PrecisionConfig,
     TrainConfig,
     resolve,
     slice_count,
@@ -54,7 +55,7 @@ def shrink(config: Config, steps: int = 3) -> Config:
         config,
         model=model,
         parallel=parallel,
-        precision=attrs.evolve(config.precision, policy="fp64"),
+        precision=PrecisionConfig(policy="fp64"),
         optim=_optim(config.optim, config.train, steps),
         train=_train(config, parallel, steps),
     )
