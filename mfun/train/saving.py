@@ -13,13 +13,15 @@ from mfun import checkpoint, optim, tree
 from mfun import config as cfg
 from mfun.checkpoint import Piece
 from mfun.comm.process import ProcessWorld
+from mfun.comm.world import finish
 from mfun.grads.table import Group
 from mfun.mesh import Mesh
 from mfun.spec import ParamSpec, local_shape, window
 from mfun.train.plan import Plan
 from mfun.train.ranks import Peers
 from mfun.train.replicas import owner, state_leaves
-from mfun.train.step import State, Trainer
+from mfun.train.shards import by_path
+from mfun.train.step import State, Trainer, build_optimizer
 
 
 def layout(plan: Plan) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def save(trainer: Trainer, state: State, folder: Path, peers: Peers) -> Path:
     Returns: the checkpoint's folder.
     """
     plan, train = trainer.plan, trainer.plan.config.train
+    state = finish(by_path(plan, trainer.world, state))
     leaves = _stored(trainer, state)
     return checkpoint.save(
         folder,
@@ -80,7 +83,7 @@ def load(trainer: Trainer, folder: Path, peers: Peers) -> State:
     tensors = {n.removeprefix("opt."): x for n, x in loaded.tensors.items() if n.startswith("opt.")}
     scalars = {n.removeprefix("opt."): x for n, x in loaded.scalars.items()}
     opt = optim.restore_state(like.opt, tensors, scalars)
-    return State(loaded.step, tree.unflatten(params), opt)
+    return trainer.adopt(State(loaded.step, tree.unflatten(params), opt))
 
 
 def _like(trainer: Trainer) -> State:
@@ -91,7 +94,7 @@ def _like(trainer: Trainer) -> State:
         return torch.empty(local_shape(spec, plan.mesh), dtype=plan.dtype, device="meta")
 
     params = tree.map(empty, trainer.stage.specs)
-    return State(0, params, trainer.optimizer.init(tree.flatten(params)))
+    return State(0, params, build_optimizer(plan).init(tree.flatten(params)))
 
 
 def _stored(trainer: Trainer, state: State) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from mfun.pipeline.executor import Program
 from mfun.pipeline.pullback import autograd_layer, recomputed
 from mfun.spec import init_params
 from mfun.train.plan import Plan, streams
-from mfun.train.shards import flat_params
+from mfun.train.shards import by_shard, flat_params
 
 Batch = Mapping[str, Tensor]
 
@@ -49,6 +49,20 @@ class Metrics(NamedTuple):
     tokens: int
 
 
+def build_optimizer(plan: Plan, shards_of: int | None = None) -> optim.Transform:
+    """The optimizer of a plan for leaves by path, or for the shards of a stage.
+
+    Args:
+        plan: the layout.
+        shards_of: the stage; the parameters of a bucket all decay or none does.
+    """
+    decay = {path: spec.decay for path, spec in plan.specs.items()}
+    if shards_of is not None:
+        buckets = plan.buckets(shards_of)
+        decay = {shard_name(i): decay[bucket.spans[0].path] for i, bucket in enumerate(buckets)}
+    return optim.build(plan.config.optim, plan.config.train.steps, decay)
+
+
 class Trainer:
     """Runs a plan on a world. Holds working memory (gradient buffers), never training state.
 
@@ -61,20 +75,12 @@ class Trainer:
         self.plan, self.world = plan, world
         self.stage = plan.stages[world.stage]
         config = plan.config
-        self.optimizer = optim.build(config.optim, config.train.steps, self._decay())
+        self.optimizer = build_optimizer(plan, self.stage.index if plan.sharded else None)
         self.linearize = autograd_layer
         if config.parallel.recompute == "full":
             self.linearize = recomputed(autograd_layer)
         self.grads: GradBuffers | None = None
         self.flat: ParamBuffers | None = None
-
-    def _decay(self) -> dict[str, bool]:
-        """Which of the optimizer's leaves decay; a bucket's parameters all do or none."""
-        decay = {path: spec.decay for path, spec in self.plan.specs.items()}
-        if not self.plan.sharded:
-            return decay
-        buckets = self.plan.buckets(self.stage.index)
-        return {shard_name(i): decay[bucket.spans[0].path] for i, bucket in enumerate(buckets)}
 
     def init(self) -> State:
         """Initial weights, bitwise the same in every layout, and a fresh optimizer."""
@@ -87,6 +93,12 @@ class Trainer:
 
         params = self.world.build(make)
         return State(0, params, self.optimizer.init(self._leaves(params)))
+
+    def adopt(self, state: State) -> State:
+        """A state by path, as checkpoints hold it, as this trainer runs it."""
+        if not self.plan.sharded:
+            return state
+        return state._replace(opt=by_shard(self.plan, self.world, state.opt))
 
     def _leaves(self, params: Any) -> dict[str, Tensor]:
         """What the optimizer updates: the parameters by path, or this rank's shards of them."""
