@@ -128,7 +128,7 @@ def stream_lines(layout: Plan) -> Iterator[str]:
     name, sizes = cfg.schedule_name(config), cfg.microbatch_sizes(config)
     row, given = cfg.schedule(config)
     place = row.place(given)
-    idle = simulate_time(layout.streams, place=place).idle
+    idle = simulate_time(streams(config), place=place).idle
     yield (
         f"{name}, {stages} stage{'s' * (stages > 1)}, {len(sizes)} microbatches of "
         f"{numbers(sorted(set(sizes)))} sequences a rank; idle {idle:.1%} if B takes twice F"

@@ -21,6 +21,7 @@ buffers of the communication library come on top.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import accumulate
 
 import attrs
@@ -29,6 +30,7 @@ from mfun import config as cfg
 from mfun import tree
 from mfun.config import Config
 from mfun.schedule import B, F, I, Op, W
+from mfun.schedule.layers import bare
 from mfun.spec import local_shape
 from mfun.train.plan import Plan
 
@@ -83,14 +85,19 @@ def memory(plan: Plan, stage: int) -> Memory:
 
 def in_flight(plan: Plan, stage: int) -> list[int]:
     """Forwards of a chunk that wait for their backward's end, after each op of a stage."""
-    return [*accumulate(_change(op) for op in plan.streams[stage])]
+    return [*accumulate(map(_change, _on_chunks(plan, stage)))]
 
 
 def live_activations(plan: Plan, stage: int) -> list[int]:
     """Bytes of activations that a stage keeps, after each op of its stream."""
     chunks = [kept_bytes(plan, stage, chunk) for chunk in range(plan.stages[stage].place.chunks)]
-    ops = (op for op in plan.streams[stage] if isinstance(op, F | B | I | W))
+    ops = (op for op in _on_chunks(plan, stage) if isinstance(op, F | B | I | W))
     return [*accumulate(_change(op) * chunks[op.chunk] for op in ops)]
+
+
+def _on_chunks(plan: Plan, stage: int) -> Iterator[Op]:
+    """A stage's schedule, without what was inserted."""
+    return bare(plan.streams[stage], [*map(len, plan.stages[stage].chunks)])
 
 
 def _change(op: Op) -> int:

@@ -11,16 +11,20 @@ import torch
 from mfun import config as cfg
 from mfun import tree
 from mfun.config import Config
-from mfun.grads import GradBuffers, Reduction, reductions
+from mfun.flat import Bucket
+from mfun.grads import GradBuffers, Reduction, lay_out, reductions
 from mfun.mesh import Mesh
 from mfun.models.gpt import Head, gpt
 from mfun.pipeline.stage import Stage, cut
-from mfun.schedule import B, Checked, Compute, I, Op, Sizes, W
+from mfun.schedule import B, Checked, Compute, Extras, I, Op, Sizes, W, dress
 from mfun.schedule import plan as plan_schedule
+from mfun.schedule.ops import AnyOp
 from mfun.schedule.table import Generate
 from mfun.spec import ParamSpec
+from mfun.train.extras import bucket_size, extras
 
 Streams = tuple[Checked[Op], ...]
+Dressed = tuple[Checked[AnyOp], ...]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -33,14 +37,14 @@ class Plan:
         mesh: of its ranks.
         stages: the model's layers by pipeline stage.
         table: how each parameter's gradient is reduced.
-        streams: each stage's ops of a training step.
+        streams: each stage's ops of a training step, with all that they do besides the schedule.
     """
 
     config: Config
     mesh: Mesh
     stages: tuple[Stage, ...]
     table: dict[str, Reduction]
-    streams: Streams
+    streams: Dressed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,6 +55,41 @@ class Plan:
     def specs(self) -> dict[str, ParamSpec]:
         """Every parameter once, by path, in the model's order."""
         return {path: s for stage in self.stages for path, s in tree.flatten(stage.specs).items()}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether optimizer and more are cut over the ranks that hold the same parameters."""
+        return self.config.parallel.sharding != "no_shard"
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether parameters are cut too, and gathered where they are used."""
+        return self.config.parallel.sharding == "optim_grads_params"
+
+    @property
+    def shards_grads(self) -> bool:
+        """Whether gradients are cut too: reduced microbatch by microbatch, and let go of."""
+        return self.shards_params or self.config.parallel.sharding == "optim_grads"
+
+    def buckets(self, stage: int) -> tuple[Bucket, ...]:
+        """How a stage's gradients lie in flat buffers; sharded, its parameters too.
+
+        Sharded, what one bucket holds decays or does not; where buffers come and go with the layers
+        that use them, it is also of one layer.
+        """
+        apart = {path: (spec.decay,) for path, spec in self.specs.items()} if self.sharded else {}
+        if self.shards_grads:
+            users = self.stages[stage].holders
+            apart = {path: (*key, min(users({path}), default=())) for path, key in apart.items()}
+        return lay_out(
+            self.stages[stage].specs,
+            self.table,
+            self.mesh,
+            self.dtype,
+            bucket_size=bucket_size(self.config, stage),
+            sharded=self.sharded,
+            apart=apart,
+        )
 
     def buffers(
         self, stage: int, lead: Sequence[int] = (), device: torch.device | str = "meta"
@@ -65,11 +104,12 @@ class Plan:
         return GradBuffers(
             self.stages[stage].specs,
             self.table,
-            self.mesh,
+            self.buckets(stage),
             self.dtype,
             lead=lead,
             device=device,
-            bucket_size=self.config.parallel.bucket_size or None,
+            sharded=self.sharded,
+            release=self.shards_grads,
         )
 
 
@@ -95,13 +135,32 @@ def plan(config: Config, head: Head = "loss") -> Plan:
     mesh = cfg.mesh(config)
     row, sizes = cfg.schedule(config)
     stages = tuple(cut(gpt(config, head=head), cfg.stage_layers(config), row.place(sizes)))
-    return Plan(
+    layout = Plan(
         config=config,
         mesh=mesh,
         stages=stages,
         table=reductions([stage.specs for stage in stages], mesh),
         streams=streams(config),
     )
+    return attrs.evolve(layout, streams=dressed(layout))
+
+
+def dressed(layout: Plan) -> Dressed:
+    """The streams of a plan with what the configuration asks for besides the schedule."""
+    asked = [extras(layout.config, stage, layout.buffers(stage.index)) for stage in layout.stages]
+    if all(one == Extras() for one in asked):
+        return layout.streams
+    return dress(streams(layout.config), asked)
+
+
+def forward_streams(layout: Plan, microbatches: int) -> Dressed:
+    """The streams of an evaluation of so many microbatches."""
+    bare = streams(layout.config, microbatches, forward_only=True)
+    if not layout.shards_params:
+        return bare
+    found = [extras(layout.config, stage, layout.buffers(stage.index)) for stage in layout.stages]
+    asked = [Extras(layers=x.layers, gather=x.gather, prefetch=x.prefetch) for x in found]
+    return dress(bare, asked)
 
 
 def streams(config: Config, microbatches: int = 0, *, forward_only: bool = False) -> Streams:
