@@ -148,6 +148,7 @@ class ParallelConfig:
       sequence_parallel: cut norms, dropout and residuals along the sequence over ``tp``.
       sharding: what is cut over the data parallel ranks.
       overlap: communicate gradients and parameters beside computation.
+      prefetch: buckets of sharded parameters that are gathered before they are needed.
       bucket_size: elements at which a gradient bucket closes; 0 means the default.
       recompute: which activations are computed again instead of kept.
     """
@@ -172,6 +173,7 @@ class ParallelConfig:
     sequence_parallel: bool = flag(False)
     sharding: Sharding = choice("no_shard", Sharding)
     overlap: bool = flag(False)
+    prefetch: int = whole(1)
     bucket_size: int = whole(0)
     recompute: Recompute = choice("none", Recompute)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mfun import flat, tree
-from mfun.comm.world import Waits
+from mfun.comm.world import Waits, finish
 from mfun.grads.table import Reduction
 from mfun.mesh import Mesh
 from mfun.spec import ParamSpec, local_shape
@@ -91,8 +91,11 @@ class GradBuffers:
         lead: dims in front of every tensor (`World.lead`).
         device: where.
         sharded: `finalize_steps` leaves each rank its shards instead of whole gradients.
+        release: a bucket's reduction ends a window of one microbatch; its shard is added to those
+            before, and the buffer has memory only from the first gradient to the reduction.
 
     Attributes:
+        sums: by bucket, a reduction on its way.
         shards: by bucket, this rank's pieces of the finished sums, where sharded.
     """
 
@@ -106,6 +109,7 @@ class GradBuffers:
         lead: Sequence[int] = (),
         device: torch.device | str = "cpu",
         sharded: bool = False,
+        release: bool = False,
     ) -> None:
         self.table = {path: table[path] for path in tree.flatten(specs)}
         self.buckets = tuple(buckets)
@@ -113,7 +117,7 @@ class GradBuffers:
             torch.zeros(*lead, bucket.size, dtype=dtype, device=device) for bucket in self.buckets
         ]
         self.views = views(self.buckets, self.buffers, specs)
-        self.sharded = sharded
+        self.sharded, self.release = sharded, release
         self.shards: dict[int, Tensor] = {}
         self.bucket_of = {span.path: i for i, b in enumerate(self.buckets) for span in b.spans}
         self._fresh: set[str] = set()
@@ -124,6 +128,8 @@ class GradBuffers:
         """Begin a window: every leaf's next gradient replaces what is there."""
         self._fresh = set(self.views)
         self.sums, self.shards = {}, {}
+        for buffer in self.buffers if self.release else ():
+            _free(buffer)
 
     def row(self, bucket: int) -> Reduction:
         """How a bucket is reduced: as any of its leaves."""
@@ -139,10 +145,14 @@ class GradBuffers:
         Raises:
             KeyError: a path that this stage does not hold.
         """
-        if self.bucket_of[path] in self.sums:
+        bucket = self.bucket_of[path]
+        if bucket in self.sums and not self.release:
             raise RuntimeError(
                 f"{path} gets a gradient after its bucket was reduced; the stream's Reduce is early"
             )
+        if self.release:
+            self.settle(bucket)
+            self._allocate(bucket)
         view, keep = self.views[path], int(path not in self._fresh)
         self._fresh.discard(path)
         return view, keep
@@ -161,6 +171,8 @@ class GradBuffers:
 
     def close(self, bucket: int) -> None:
         """End a bucket's window: leaves that got no gradient are zero, and the weights are in."""
+        if self.release:
+            self._allocate(bucket)
         for span in self.buckets[bucket].spans:
             view, weight = self.views[span.path], self.table[span.path].weight
             if span.path in self._fresh:
@@ -168,6 +180,40 @@ class GradBuffers:
                 self._fresh.discard(span.path)
             if weight != 1.0:
                 view.mul_(weight)
+
+    def reopen(self, bucket: int) -> None:
+        """Begin a bucket's next window, of the next microbatch."""
+        self._fresh |= {span.path for span in self.buckets[bucket].spans}
+
+    def reduced(self, bucket: int) -> bool:
+        """Whether nothing was added since the bucket's last reduction."""
+        if not self.release:
+            return bucket in self.sums
+        done = bucket in self.sums or bucket in self.shards
+        return done and all(span.path in self._fresh for span in self.buckets[bucket].spans)
+
+    def settle(self, bucket: int) -> None:
+        """Wait for a shard on its way, add it to those before, and free the buffer."""
+        if bucket not in self.sums:
+            return
+        part, buffer = finish(self.sums.pop(bucket)), self.buffers[bucket]
+        if part.data_ptr() == buffer.data_ptr():  # a group of one
+            part = part.clone()
+        have = self.shards.get(bucket)
+        self.shards[bucket] = part if have is None else have.add_(part)
+        _free(buffer)
+
+    def _allocate(self, bucket: int) -> None:
+        """Give a bucket its memory back, with zeros where no leaf is."""
+        buffer = self.buffers[bucket]
+        if buffer.untyped_storage().size():
+            return
+        buffer.untyped_storage().resize_(buffer.nbytes)
+        end = 0
+        for span in self.buckets[bucket].spans:
+            buffer[..., end : span.start].zero_()
+            end = span.stop
+        buffer[..., end:].zero_()
 
     def order(self) -> list[int]:
         """Buckets in the order in which every member of every group reduces them.
@@ -191,6 +237,12 @@ class GradBuffers:
     def numel(self) -> int:
         """Elements of all leaves of one rank, without padding."""
         return sum(math.prod(span.shape) for bucket in self.buckets for span in bucket.spans)
+
+
+def _free(buffer: Tensor) -> None:
+    """Give a buffer's memory up; its views stay, and may be used once it is back."""
+    if buffer.device.type != "meta":
+        buffer.untyped_storage().resize_(0)
 
 
 def _tied(reduction: Reduction) -> bool:

@@ -62,12 +62,16 @@ def start_reduce(world: World, grads: GradBuffers, bucket: int) -> None:
     Raises:
         RuntimeError: it was reduced in this window already.
     """
-    if bucket in grads.sums:
+    if grads.release:
+        grads.settle(bucket)
+    elif bucket in grads.sums:
         raise RuntimeError(f"bucket {bucket} is reduced twice in a window")
     grads.close(bucket)
     row, buffer = grads.row(bucket), grads.buffers[bucket]
     if grads.sharded:
         grads.sums[bucket] = world.reduce_scatter(buffer, row.axes)
+        if grads.release:
+            grads.reopen(bucket)
     else:
         alone = not row.axes and not row.joined
         grads.sums[bucket] = _as_it_is(buffer) if alone else world.all_reduce(buffer, *row.group)
@@ -90,15 +94,17 @@ def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
         grads: the buffers of this stage, after the last backward.
     """
     for i in grads.order():
-        if i not in grads.sums:
+        if not grads.reduced(i):
             start_reduce(world, grads, i)
-    for i, waits in grads.sums.items():
-        whole = yield from waits
+    for i in list(grads.sums):
+        if grads.release:
+            grads.settle(i)
+            continue
+        whole = yield from grads.sums.pop(i)
         if grads.sharded:
             grads.shards[i] = whole
         elif whole is not grads.buffers[i]:
             grads.buffers[i].copy_(whole)
-    grads.sums = {}
     for i in grads.order():
         if grads.sharded and (joined := grads.row(i).joined):
             grads.shards[i] = yield from world.all_reduce(grads.shards[i], (), joined)

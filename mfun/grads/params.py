@@ -6,11 +6,12 @@ are views of the buffers, so gathering is all that an update has to move.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from mfun import flat
 from mfun.comm.world import Waits, World
@@ -53,6 +54,8 @@ class ParamBuffers:
             torch.zeros(*world.lead, bucket.size, dtype=dtype, device=device) for bucket in buckets
         ]
         self.views = views(self.buckets, self.buffers, specs)
+        self.bucket_of = {span.path: b.index for b in self.buckets for span in b.spans}
+        self.going: dict[int, Waits[Tensor]] = {}
 
     def load(self, leaves: Mapping[str, Tensor]) -> None:
         """Copy leaves in, all of them."""
@@ -71,6 +74,48 @@ class ParamBuffers:
             shard_name(i): self.world.shard(buffer, self.axes[i])
             for i, buffer in enumerate(self.buffers)
         }
+
+    def start(self, bucket: int, shard: Tensor) -> None:
+        """Give a bucket its memory and start to gather it; `ready` waits for it.
+
+        The gathered bits are those that were there before, so the version is kept: a backward may
+        use what its forward has saved.
+        """
+        buffer = self.buffers[bucket]
+        buffer.untyped_storage().resize_(buffer.nbytes)
+        with _unsafe_preserve_version_counter(buffer):
+            self.going[bucket] = self.world.gather(buffer, shard, self.axes[bucket])
+
+    def ready(self, paths: Iterable[str]) -> Waits[list[str]]:
+        """Wait for the buckets of these leaves.
+
+        Returns:
+            The leaves that have just become usable.
+
+        Raises:
+            RuntimeError: a leaf's bucket was not gathered.
+        """
+        arrived: list[str] = []
+        for bucket in dict.fromkeys(self.bucket_of[path] for path in paths):
+            if bucket in self.going:
+                with _unsafe_preserve_version_counter(self.buffers[bucket]):
+                    yield from self.going.pop(bucket)
+                arrived += [span.path for span in self.buckets[bucket].spans]
+            elif not self.buffers[bucket].untyped_storage().size():
+                raise RuntimeError(
+                    f"{self.buckets[bucket].spans[0].path} is used before its bucket {bucket} was "
+                    "gathered; the stream's Gather is missing or its Release is early"
+                )
+        return arrived
+
+    def release(self, bucket: int) -> list[str]:
+        """Give a bucket's memory up.
+
+        Returns:
+            The leaves that are gone.
+        """
+        self.buffers[bucket].untyped_storage().resize_(0)
+        return [span.path for span in self.buckets[bucket].spans]
 
     def fill(self, shards: Mapping[str, Tensor]) -> Waits[None]:
         """Gather every rank's shards into the buffers; all are on their way before one is awaited.

@@ -8,7 +8,7 @@ backward into I (to the inputs) and W (to the weights). So can the rows of a tab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 Claim = Callable[[str], tuple[Tensor, int]]
 """path -> (the view to add into, how often what is there counts: 0 or 1)."""
-Paths = Mapping[tuple[int, int], str]
+Paths = MutableMapping[tuple[int, int], str]
 Add = Callable[[Tensor, int], None]
 """Adds a gradient to the view, of which `keep` (0 or 1) times what is there counts."""
 

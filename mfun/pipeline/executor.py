@@ -18,7 +18,7 @@ from torch import Tensor
 from mfun import tree
 from mfun.comm.groups import Groups
 from mfun.comm.world import Message, Waits, World
-from mfun.grads import GradBuffers, start_reduce
+from mfun.grads import GradBuffers, ParamBuffers, shard_name, start_reduce
 from mfun.nn.layer import Ctx, Layer
 from mfun.nn.weight_grads import Paths, WeightGrads, paths_by_memory
 from mfun.pipeline.pullback import Linearize, Pull, autograd_layer
@@ -39,7 +39,7 @@ from mfun.schedule import (
     needs,
 )
 from mfun.schedule import batches as batches_of
-from mfun.schedule.ops import AnyOp, Recompute, Reduce
+from mfun.schedule.ops import AnyOp, Gather, Recompute, Reduce, Release
 
 Batch = Mapping[str, Tensor]
 
@@ -54,6 +54,8 @@ class Program:
         params: its parameters, nested as `stage.specs`.
         linearize: how a layer is run and pulled back.
         derivatives: "first" allows kernels without second derivatives or batching rules.
+        flat: buffers of sharded parameters, which the stream gathers; `params` are its views.
+        shards: this rank's pieces of them.
     """
 
     world: World
@@ -61,6 +63,8 @@ class Program:
     params: Any
     linearize: Linearize = autograd_layer
     derivatives: Literal["any", "first"] = "any"
+    flat: ParamBuffers | None = None
+    shards: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     def layer(
         self,
@@ -80,7 +84,27 @@ class Program:
 
     def paths(self) -> Paths | None:
         """Parameters by memory, where weights' gradients are taken out of autograd's hands."""
-        return None if self.derivatives == "any" else paths_by_memory(tree.flatten(self.params))
+        if self.derivatives == "any":
+            return None
+        return {} if self.flat else paths_by_memory(tree.flatten(self.params))
+
+    def gather(self, op: Gather | Release, paths: Paths | None) -> None:
+        """Start to gather a bucket of parameters, or let go of it: nobody's memory is theirs."""
+        assert self.flat is not None, "a stream gathers parameters that are sharded"
+        if isinstance(op, Gather):
+            self.flat.start(op.bucket, self.shards[shard_name(op.bucket)])
+            return
+        gone = set(self.flat.release(op.bucket))
+        for at in [at for at, path in (paths or {}).items() if path in gone]:
+            del paths[at]  # type: ignore[index]
+
+    def ready(self, layer: Layer, paths: Paths | None) -> Waits[None]:
+        """Wait for a layer's gathered parameters, and note where they lie."""
+        if self.flat is not None:
+            views = self.flat.views
+            arrived = yield from self.flat.ready(tree.flatten(layer.specs))
+            if paths is not None:
+                paths.update(paths_by_memory({path: views[path] for path in arrived}))
 
     def own(self, layer: Layer) -> Any:
         """The part of the parameters that a layer uses."""
@@ -131,6 +155,7 @@ def train_step(
                 if not op.layer:
                     flight.value = yield from mail.incoming(needs(op, virtual, place))
                 for i in _layers(op, len(layers)):
+                    yield from program.ready(layers[i], paths)
                     once = {(mb, chunk, None), (mb, chunk, i)}.isdisjoint(again)
                     flight.forward(i, program, layers[i], batches[mb], key, keep=once)
                 if op.layer is None or op.layer == len(layers) - 1:
@@ -144,6 +169,7 @@ def train_step(
                     if place.last(virtual):
                         flight.value = {"loss": seeds[mb].to(losses[mb].dtype)}
                 for i in reversed(_layers(op, len(flight.layers))):
+                    yield from program.ready(stage.chunks[chunk][i], paths)
                     flight.backward(i, later=isinstance(op, I))
                 if not op.layer:
                     mail.put(gives(op, virtual, place), flight.take())
@@ -158,9 +184,12 @@ def train_step(
             case Recompute(mb, chunk):
                 flight = flights[mb, chunk]
                 for i in _layers(op, len(flight.layers)):
+                    yield from program.ready(stage.chunks[chunk][i], paths)
                     flight.again(i, program, stage.chunks[chunk][i], batches[mb], key)
             case Reduce(bucket):
                 start_reduce(program.world, grads, bucket)
+            case Gather() | Release():
+                program.gather(op, paths)
             case _:
                 raise ScheduleError(f"{op}: the executor does not run ops of this kind yet")
     yield from program.world.drain()
@@ -265,7 +294,7 @@ def evaluate(
 
     Args:
         program: the stage.
-        stream: its ops, `F` of whole chunks and messages only.
+        stream: its ops: `F`, messages, and gathers of sharded parameters.
         batches: this rank's microbatches.
 
     Returns:
@@ -273,6 +302,7 @@ def evaluate(
     """
     out: dict[int, Message] = {}
     stage, place = program.stage, program.stage.place
+    values: dict[tuple[int, int], Message] = {}
     mail = _Mail(program, [_sizes(b) for b in batches])
     for op in batches_of(stream):
         match op:
@@ -280,14 +310,23 @@ def evaluate(
                 mail.post(op)
             case F(mb, chunk):
                 _check_microbatch(mb, batches)
-                virtual = stage.virtual(chunk)
-                x = yield from mail.incoming(needs(op, virtual, place))
-                with torch.no_grad():
-                    for layer in stage.chunks[chunk]:
-                        x = program.layer(layer, batches[mb], None)(program.own(layer), x)
-                if place.last(virtual):
-                    out[mb] = x
-                mail.put(gives(op, virtual, place), x)
+                virtual, layers = stage.virtual(chunk), stage.chunks[chunk]
+                if not op.layer:
+                    values[mb, chunk] = yield from mail.incoming(needs(op, virtual, place))
+                x = values.pop((mb, chunk))
+                for i in _layers(op, len(layers)):
+                    yield from program.ready(layers[i], None)
+                    with torch.no_grad():
+                        run = program.layer(layers[i], batches[mb], None)
+                        x = run(program.own(layers[i]), x)
+                if op.layer is None or op.layer == len(layers) - 1:
+                    if place.last(virtual):
+                        out[mb] = x
+                    mail.put(gives(op, virtual, place), x)
+                else:
+                    values[mb, chunk] = x
+            case Gather() | Release():
+                program.gather(op, None)
             case _:
                 raise ScheduleError(f"{op}: an evaluation has forwards and messages only")
     yield from program.world.drain()

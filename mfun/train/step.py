@@ -22,7 +22,7 @@ from mfun.pipeline import executor
 from mfun.pipeline.executor import Program
 from mfun.pipeline.pullback import autograd_layer, recomputed
 from mfun.spec import init_params
-from mfun.train.plan import Plan, streams
+from mfun.train.plan import Plan, forward_streams
 from mfun.train.shards import by_shard, flat_params
 
 Batch = Mapping[str, Tensor]
@@ -91,17 +91,26 @@ class Trainer:
                 self.stage.specs, plan.config.train.seed, plan.mesh, coords, plan.dtype
             )
 
-        params = self.world.build(make)
+        params = self._cut(self.world.build(make))
         return State(0, params, self.optimizer.init(self._leaves(params)))
 
     def adopt(self, state: State) -> State:
         """A state by path, as checkpoints hold it, as this trainer runs it."""
         if not self.plan.sharded:
             return state
-        return state._replace(opt=by_shard(self.plan, self.world, state.opt))
+        opt = by_shard(self.plan, self.world, state.opt)
+        return state._replace(params=self._cut(state.params), opt=opt)
+
+    def _cut(self, params: Any) -> Any:
+        """The parameters as the state holds them: whole, or where they are sharded too, shards."""
+        if not self.plan.shards_params:
+            return params
+        return by_shard(self.plan, self.world, tree.flatten(params))
 
     def _leaves(self, params: Any) -> dict[str, Tensor]:
         """What the optimizer updates: the parameters by path, or this rank's shards of them."""
+        if self.plan.shards_params:
+            return params
         leaves = tree.flatten(params)
         return self._flat(leaves).shards() if self.plan.sharded else leaves
 
@@ -165,21 +174,25 @@ class Trainer:
         grads, loss, norm, tokens = yield from self.gradients(state, batches)
         leaves = self._leaves(state.params)
         new, opt = self.optimizer.update(grads, state.opt, leaves, norm=norm, donate=donate)
-        params = (yield from self._gathered(new, donate)) if self.plan.sharded else new
+        params = yield from self._gathered(new, donate)
         metrics = Metrics(
             loss=_number(loss),
             grad_norm=_number(norm),
             lr=optim.learning_rate(opt),
             tokens=int(_number(tokens)),
         )
-        return State(state.step + 1, tree.unflatten(params), opt), metrics
+        return State(state.step + 1, params, opt), metrics
 
-    def _gathered(self, shards: Mapping[str, Tensor], donate: bool) -> Waits[dict[str, Tensor]]:
-        """The parameters by path, from every rank's new shards."""
+    def _gathered(self, new: Mapping[str, Tensor], donate: bool) -> Waits[Any]:
+        """The state's parameters, from the optimizer's leaves."""
+        if not self.plan.sharded:
+            return tree.unflatten(new)
+        if self.plan.shards_params:
+            return new
         if self.flat is None or not donate:
-            self.flat = flat_params(self.plan, self.world, next(iter(shards.values())))
-        yield from self.flat.fill(shards)
-        return self.flat.views
+            self.flat = flat_params(self.plan, self.world, next(iter(new.values())))
+        yield from self.flat.fill(new)
+        return tree.unflatten(self.flat.views)
 
     def evaluate(self, state: State, batches: Sequence[Batch]) -> Waits[float]:
         """Mean loss per valid token of the whole batch, without dropout, on every rank."""
@@ -196,11 +209,20 @@ class Trainer:
     def _program(self, state: State) -> Program:
         """Processes take first derivatives of plain tensors; the mailbox runs under vmap."""
         kind = "any" if self.world.lead else "first"
-        return Program(self.world, self.stage, state.params, self.linearize, kind)
+        if not self.plan.shards_params:
+            return Program(self.world, self.stage, state.params, self.linearize, kind)
+        if self.flat is None:
+            self.flat = flat_params(self.plan, self.world, next(iter(state.params.values())))
+            for bucket in self.flat.buckets:
+                self.flat.release(bucket.index)
+        params = tree.unflatten(self.flat.views)
+        return Program(
+            self.world, self.stage, params, self.linearize, kind, self.flat, state.params
+        )
 
     def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[dict[int, Message]]:
         program = self._program(state)
-        stream = streams(self.plan.config, len(batches), forward_only=True)[self.stage.index]
+        stream = forward_streams(self.plan, len(batches))[self.stage.index]
         return (yield from executor.evaluate(program, stream, batches))
 
     def _total(self, sums: Mapping[int, Tensor], scale: Sequence[Tensor]) -> Waits[Tensor]:

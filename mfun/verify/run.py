@@ -42,7 +42,8 @@ def program(layout: Plan, world: World) -> Generator[str, None, dict[str, Any]]:
         state, metrics = yield from trainer.step(state, batches)
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)
-    return {"grads": first, "params": tree.flatten(state.params), "losses": losses, "norms": norms}
+    params = tree.flatten((yield from by_path(layout, world, state.params)))
+    return {"grads": first, "params": params, "losses": losses, "norms": norms}
 
 
 def in_mailbox(
