@@ -1449,7 +1449,7 @@ RANDOM = (
     ),
     Fault(
         "attention and feed-forward share a mask",
-        edit("models.gpt:apply_block", ('"blocks", i, "attn")', '"blocks", i, "mlp")')),
+        edit("models.gpt:apply_attention", ('"blocks", i, "attn")', '"blocks", i, "mlp")')),
         DROPOUT,
         "loss off",
         "two places of one name",
@@ -1514,7 +1514,7 @@ OPTIMIZER = (
     Fault(
         "no weight decay on matrices",
         edit(
-            "optim.adam:adamw", ("weight_decay=weight_decay if decay else 0.0", "weight_decay=0.0")
+            "optim.adam:adamw", ("weight_decay=weight_decay * decay", "weight_decay=0.0")
         ),
         ADAM,
         r"mlp\.up: parameter off",
@@ -1552,8 +1552,8 @@ OPTIMIZER = (
         edit(
             "optim.adam:adamw",
             (
-                '_writable(t, donate) for t in (params, state["mu"], state["nu"])',
-                "_writable(t, donate) for t in (params, zeros_like(params), zeros_like(params))",
+                'writable(t, donate) for t in (params, state["mu"], state["nu"])',
+                "writable(t, donate) for t in (params, zeros_like(params), zeros_like(params))",
             ),
         ),
         ADAM,
@@ -1562,7 +1562,7 @@ OPTIMIZER = (
     ),
     Fault(
         "AdamW writes to the state it was lent",
-        edit("optim.adam:_writable", ("x if donate and", "x if")),
+        edit("optim.adam:writable", ("x if donate and", "x if")),
         holds.old_state_stays,
         "old state",
         "donate=False promises that the old state stays valid",
@@ -1661,7 +1661,7 @@ OPTIMIZER = (
     ),
     Fault(
         "sgd does not decay",
-        edit("optim.decay:add_decayed_weights", ("if not decays(mask, path):", "if True:")),
+        edit("optim.decay:add_decayed_weights", ("if not decay:", "if True:")),
         SGD,
         "parameter off",
         "a setting that does nothing",

@@ -124,7 +124,8 @@ REALS = [pair for pair in FIELDS if kind_of(pair) == "float"]
 FLAGS = [pair for pair in FIELDS if kind_of(pair) == "bool"]
 TUPLES = [pair for pair in FIELDS if kind_of(pair).startswith("tuple")]
 TEXTS = [pair for pair in FIELDS if kind_of(pair) == "str"]
-CHOICES = [p for p in FIELDS if p not in WHOLES + REALS + FLAGS + TUPLES + TEXTS]
+TABLES = [pair for pair in FIELDS if kind_of(pair).startswith("dict")]
+CHOICES = [p for p in FIELDS if p not in WHOLES + REALS + FLAGS + TUPLES + TEXTS + TABLES]
 
 WRONG_TOML = (
     [
@@ -137,6 +138,8 @@ WRONG_TOML = (
     + [(pair, value) for pair in TUPLES for value in ("1", "true", "nan", "[nan]", "[-1]", "[[1]]")]
     + [(pair, value) for pair in TEXTS for value in ("1", "true", "nan", '["a"]')]
     + [(pair, value) for pair in CHOICES for value in ("1", "true", "nan", '"nothing"', '""')]
+    + [(p, v) for p in TABLES for v in ("1", "[]", "{w = 1}", "{w = {lr = -1}}", "{w = {x = 1}}")]
+    + [(p, v) for p in TABLES for v in ("{w = {}}", "{w = {lr = nan}}", "{w = {lr = true}}")]
 )
 WRONG_OVERRIDE = (
     [(pair, value) for pair in WHOLES for value in ("1.5", "2.0", "true", "two", "nan", "-1", "")]
@@ -145,6 +148,7 @@ WRONG_OVERRIDE = (
     + [(("parallel", "layers_per_stage"), value) for value in ("1.5", "a", "2,-1", "nan", "[true]")]
     + [(("data", "path"), value) for value in ("[1]", '["a"', '[""]')]
     + [(pair, value) for pair in CHOICES for value in ("nothing", "", "1")]
+    + [(pair, value) for pair in TABLES for value in ("w", "1", "{w = {lr = -1}}", "{w = ")]
 )
 
 
@@ -152,7 +156,7 @@ def test_every_field_is_of_a_known_kind() -> None:
     """The tables of wrong values leave no field out."""
     assert len(FIELDS) > 60
     assert {kind_of(p) for p in TUPLES} == {"tuple[int, ...]", "tuple[str, ...]"}
-    assert len(CHOICES) == 18
+    assert len(CHOICES) == 19 and TABLES == [("optim", "overrides")]
 
 
 @pytest.mark.parametrize("pair", FIELDS, ids=ids)

@@ -65,12 +65,12 @@ def adamw_chain(rate: Any, weight_decay: float, mask: dict[str, bool] | None) ->
 
 # Every terminal optimizer is one row that must pass the common properties.
 OPTIMIZERS: dict[str, Callable[[Any], Transform]] = {
-    "adamw": lambda lr: adamw(lr, **HYPER, weight_decay=0.3, decay_mask=MASK),
+    "adamw": lambda lr: adamw(lr, **HYPER, weight_decay=0.3, groups=MASK),
     "adamw of blocks": lambda lr: adamw_chain(lr, 0.3, MASK),
-    "sgd": lambda lr: sgd(lr, momentum=0.7, weight_decay=0.3, decay_mask=MASK),
+    "sgd": lambda lr: sgd(lr, momentum=0.7, weight_decay=0.3, groups=MASK),
     "sgd without momentum": lambda lr: sgd(lr, momentum=0.0),
     "clip and adamw": lambda lr: named_chain(
-        clip=clip_by_global_norm(2.0), adamw=adamw(lr, **HYPER, decay_mask=MASK)
+        clip=clip_by_global_norm(2.0), adamw=adamw(lr, **HYPER, groups=MASK)
     ),
     "clip and sgd": lambda lr: named_chain(clip=clip_by_global_norm(2.0), sgd=sgd(lr)),
     "clip after momentum": lambda lr: terminal(
@@ -155,7 +155,7 @@ def test_adamw_float32_is_torchs_fused() -> None:
 def test_sgd_is_torchs(momentum: float, donate: bool) -> None:
     """SGD with momentum and L2 decay equals torch.optim.SGD over 40 steps of a schedule."""
     rate = cosine(0.05, 30, warmup=5)
-    opt = sgd(rate, momentum=momentum, weight_decay=0.3, decay_mask=MASK)
+    opt = sgd(rate, momentum=momentum, weight_decay=0.3, groups=MASK)
     params, _ = run(opt, leaves(0), 40, donate=donate)
     expected = run_torch(
         lambda groups: torch.optim.SGD(groups, momentum=momentum),
@@ -169,7 +169,7 @@ def test_decay_is_decoupled() -> None:
     """With a zero gradient AdamW moves a decaying leaf by exactly the factor 1 - lr * decay."""
     params = leaves(0)
     zeros = {k: torch.zeros_like(p) for k, p in params.items()}
-    opt = adamw(0.5, weight_decay=0.25, decay_mask=MASK)
+    opt = adamw(0.5, weight_decay=0.25, groups=MASK)
     new, _ = opt.update(zeros, opt.init(params), params)
     for path, p in params.items():
         assert torch.equal(new[path], p * 0.875 if MASK[path] else p), path
@@ -334,8 +334,8 @@ def test_mismatched_trees_are_refused_by_path() -> None:
     opt = adamw(0.1)
     with pytest.raises(ValueError, match=r"'b' is torch\.float64"):
         opt.update({"a.w": torch.ones(2), "b": torch.ones(2, 3).double()}, opt.init(params), params)
-    for opt in (adamw(0.1, decay_mask={"b": True}), sgd(0.1, weight_decay=1.0, decay_mask={})):
-        with pytest.raises(ValueError, match=r"decay mask: no entry for \['a\.w'"):
+    for opt in (adamw(0.1, groups={"b": True}), sgd(0.1, weight_decay=1.0, groups={})):
+        with pytest.raises(ValueError, match=r"parameter groups: no entry for \['a\.w'"):
             opt.init(params)
     with pytest.raises(ValueError, match=r"lack \['b'\]"):
         apply_updates(params, {"a.w": torch.ones(2)})

@@ -91,6 +91,33 @@ def texts() -> Any:
     return _many("strings", lambda v: type(v) is str and v != "", str)
 
 
+def tables(*keys: str) -> Any:
+    """A table of tables with some of these keys, each a number of at least 0; written as in TOML.
+
+    On the command line: ``{"embed.*" = {lr = 0.1}}``. It counts for equality, not for the hash.
+    """
+    wanted = f'a table such as {{"embed.*" = {{{keys[0]} = 0.5}}}}, of {" and ".join(keys)} only'
+
+    def good(v: Any) -> bool:
+        numbers = isinstance(v, dict) and v and all(type(x) in (int, float) for x in v.values())
+        return bool(numbers) and v.keys() <= {*keys} and all(0 <= x < math.inf for x in v.values())
+
+    def check(v: Any) -> str | None:
+        return None if isinstance(v, dict) and all(map(good, v.values())) else wanted
+
+    field = _field({}, check, lambda given: tomllib.loads(f"value = {given}")["value"])
+    field.converter = _copied
+    field.hash = False
+    return field
+
+
+def _copied(v: Any) -> Any:
+    """Tables of one's own, whole numbers in them as floats."""
+    if type(v) is int:
+        return float(v)
+    return {k: _copied(x) for k, x in v.items()} if isinstance(v, dict) else v
+
+
 def _many(wanted: str, good: Callable[[Any], bool], parse: Callable[[str], Any]) -> Any:
     def check(v: Any) -> str | None:
         return None if type(v) is tuple and all(map(good, v)) else f"a list of {wanted}"

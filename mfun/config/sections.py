@@ -34,7 +34,7 @@ Schedule = Literal[
     "dualpipev",
 ]
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "full", "first", "selective"]
 Optimizer = Literal["adamw", "sgd", "lion", "muon"]
 MuonScale = Literal["match_rms", "original"]
 LearningRate = Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"]
@@ -150,7 +150,10 @@ class ParallelConfig:
       overlap: communicate gradients and parameters beside computation.
       prefetch: buckets of sharded parameters that are gathered before they are needed.
       bucket_size: elements at which a gradient bucket closes; 0 means the default.
-      recompute: which activations are computed again instead of kept.
+      recompute: which layers run again for their backward and keep only their input: full is all
+        of them; first the first ``recompute_layers`` blocks of each chunk; selective the attention
+        half of each block.
+      recompute_layers: how many, with ``recompute=first``.
     """
 
     section: ClassVar[str] = "parallel"
@@ -176,6 +179,7 @@ class ParallelConfig:
     prefetch: int = whole(1)
     bucket_size: int = whole(0)
     recompute: Recompute = choice("none", Recompute)
+    recompute_layers: int = whole(0)
 
 
 @attrs.frozen(kw_only=True)

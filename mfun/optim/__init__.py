@@ -4,6 +4,16 @@ from mfun.optim.adam import adamw, scale_by_adam
 from mfun.optim.build import build, build_schedule, learning_rate
 from mfun.optim.clip import clip_by_global_norm
 from mfun.optim.decay import add_decayed_weights, scale_by_learning_rate
+from mfun.optim.groups import Groups, Multipliers, groups_of
+from mfun.optim.masters import with_masters, without_masters
+from mfun.optim.scaler import (
+    LossScale,
+    constant_scale,
+    dynamic_scale,
+    loss_scale,
+    unscale_,
+    with_loss_scale,
+)
 from mfun.optim.schedule import Schedule, constant, cosine, inverse_sqrt, linear, wsd
 from mfun.optim.sgd import sgd, trace
 from mfun.optim.transform import (
@@ -19,7 +29,10 @@ from mfun.optim.transform import (
 )
 
 __all__ = [
+    "Groups",
     "Leaves",
+    "LossScale",
+    "Multipliers",
     "Schedule",
     "State",
     "Transform",
@@ -30,10 +43,14 @@ __all__ = [
     "build_schedule",
     "clip_by_global_norm",
     "constant",
+    "constant_scale",
     "cosine",
+    "dynamic_scale",
+    "groups_of",
     "inverse_sqrt",
     "learning_rate",
     "linear",
+    "loss_scale",
     "named_chain",
     "restore_state",
     "scale_by_adam",
@@ -43,5 +60,9 @@ __all__ = [
     "state_tensors",
     "terminal",
     "trace",
+    "unscale_",
+    "with_loss_scale",
+    "with_masters",
+    "without_masters",
     "wsd",
 ]

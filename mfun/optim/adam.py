@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mfun.optim.decay import DecayMask, check_mask, decays
+from mfun.optim.groups import Groups, check_groups, grouped
 from mfun.optim.schedule import Schedule, as_schedule
 from mfun.optim.transform import Leaves, State, Transform, check_match, zeros_like
 
@@ -70,7 +69,7 @@ def adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
-    decay_mask: DecayMask | None = None,
+    groups: Groups | None = None,
 ) -> Transform:
     """AdamW in torch's fused kernel, a terminal transform: it returns new parameters.
 
@@ -85,11 +84,11 @@ def adamw(
       learning_rate: a number or a schedule n -> float, n from 1.
       b1, b2, eps: as in `scale_by_adam`.
       weight_decay: decoupled, as torch.optim.AdamW's.
-      decay_mask: path -> whether the leaf decays; None decays all.
-    Returns: a transform with the state {"count": n, "lr": the learning rate last used,
-      "mu": {path: mu}, "nu": {path: nu}}.
+      groups: path -> (lr, decay) multipliers, or whether the leaf decays; None decays all.
+    Returns: a transform with the state {"count": n, "lr": the learning rate last used, without
+      multipliers, "mu": {path: mu}, "nu": {path: nu}}.
     Raises: ValueError naming a leaf whose gradient has another dtype, shape or device than its
-      parameter, or that the mask does not know.
+      parameter, or that the groups do not know.
     Example: a constant gradient moves a parameter by the learning rate
       >>> opt = adamw(0.1, weight_decay=0.0)
       >>> params = {"w": torch.tensor([1.0])}
@@ -102,7 +101,7 @@ def adamw(
     schedule = as_schedule(learning_rate)
 
     def init(params: Leaves) -> State:
-        check_mask(decay_mask, params)
+        check_groups(groups, params)
         moments = {"mu": zeros_like(params), "nu": zeros_like(params)}
         return {"count": 0, "lr": 0.0, **moments}
 
@@ -112,11 +111,11 @@ def adamw(
     ) -> tuple[Leaves, State]:
         del extra
         check_match("adamw", updates, params)
-        _check_kernel(updates, params)
+        check_kernel("adamw", updates, params)
         n = state["count"] + 1
         lr = schedule(n)
-        new, mu, nu = (_writable(t, donate) for t in (params, state["mu"], state["nu"]))
-        for paths, decay in _groups(params, decay_mask):
+        new, mu, nu = (writable(t, donate) for t in (params, state["mu"], state["nu"]))
+        for paths, (rate, decay) in grouped(params, groups):
             first = params[paths[0]]
             step = torch.full((), float(n), dtype=torch.float32, device=first.device)
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
@@ -126,10 +125,10 @@ def adamw(
                 [nu[path] for path in paths],
                 [],
                 [step] * len(paths),
-                lr=lr,
+                lr=lr * rate,
                 beta1=b1,
                 beta2=b2,
-                weight_decay=weight_decay if decay else 0.0,
+                weight_decay=weight_decay * decay,
                 eps=eps,
                 amsgrad=False,
                 maximize=False,
@@ -139,7 +138,7 @@ def adamw(
     return Transform(init, update)
 
 
-def _writable(leaves: Leaves, donate: bool) -> Leaves:
+def writable(leaves: Leaves, donate: bool) -> Leaves:
     """The leaves themselves if donated, else copies; contiguous, as the kernel walks memory."""
     layout = torch.contiguous_format
 
@@ -149,20 +148,15 @@ def _writable(leaves: Leaves, donate: bool) -> Leaves:
     return {path: one(x) for path, x in leaves.items()}
 
 
-def _groups(params: Leaves, mask: DecayMask | None) -> Iterator[tuple[list[str], bool]]:
-    """Paths that one kernel call can take: equal decay, dtype and device."""
-    groups: dict[tuple[bool, torch.dtype, torch.device], list[str]] = {}
-    for path, p in params.items():
-        groups.setdefault((decays(mask, path), p.dtype, p.device), []).append(path)
-    for (decay, _, _), paths in groups.items():
-        yield paths, decay
+def check_kernel(who: str, updates: Leaves, params: Leaves) -> None:
+    """Refuse a gradient whose dtype or device is not its parameter's: kernels take one of each.
 
-
-def _check_kernel(updates: Leaves, params: Leaves) -> None:
+    Raises: ValueError naming the leaf.
+    """
     for path, p in params.items():
         u = updates[path]
         if u.dtype != p.dtype or u.device != p.device:
             raise ValueError(
-                f"adamw: the gradient of {path!r} is {u.dtype} on {u.device}, the parameter "
+                f"{who}: the gradient of {path!r} is {u.dtype} on {u.device}, the parameter "
                 f"{p.dtype} on {p.device}; convert the gradient first"
             )

@@ -5,24 +5,25 @@ from __future__ import annotations
 from mfun.config import OptimConfig
 from mfun.optim.adam import adamw
 from mfun.optim.clip import clip_by_global_norm
-from mfun.optim.decay import DecayMask
+from mfun.optim.groups import Groups
 from mfun.optim.schedule import Schedule, constant, cosine, inverse_sqrt, linear, wsd
 from mfun.optim.sgd import sgd
 from mfun.optim.transform import State, Transform, named_chain, state_scalars
 
 
-def build(config: OptimConfig, steps: int, decay_mask: DecayMask | None) -> Transform:
+def build(config: OptimConfig, steps: int, groups: Groups | None = None) -> Transform:
     """The terminal transform of a configuration: a chain of clipping and the optimizer.
 
     Args:
       config: the section `optim`.
       steps: updates of the run, the end of the schedule where `optim.decay_steps` is 0.
-      decay_mask: path -> whether the leaf decays; None decays all.
+      groups: leaf -> (lr, decay) multipliers as from `groups_of`, or whether the leaf decays; None
+        decays all. A leaf may be any tensor: a parameter, a shard, a flat bucket.
     Returns: a terminal transform. Its state has the names "clip" (absent when `optim.clip` is 0)
       and "adamw" or "sgd"; `learning_rate` reads from it.
     Example:
       >>> import torch
-      >>> opt = build(OptimConfig(lr=0.1, warmup=2), steps=10, decay_mask=None)
+      >>> opt = build(OptimConfig(lr=0.1, warmup=2), steps=10)
       >>> params = {"w": torch.ones(2)}
       >>> state = opt.init(params)
       >>> gradient = {"w": torch.tensor([3.0, 4.0])}
@@ -34,14 +35,14 @@ def build(config: OptimConfig, steps: int, decay_mask: DecayMask | None) -> Tran
     blocks = {"clip": clip_by_global_norm(config.clip)} if config.clip else {}
     if config.name == "adamw":
         betas = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
-        decay = {"weight_decay": config.weight_decay, "decay_mask": decay_mask}
+        decay = {"weight_decay": config.weight_decay, "groups": groups}
         blocks["adamw"] = adamw(rate, **betas, **decay)
     elif config.name == "sgd":
         blocks["sgd"] = sgd(
             rate,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
-            decay_mask=decay_mask,
+            groups=groups,
         )
     else:
         raise ValueError(f"optim.name: {config.name!r} is not adamw or sgd")

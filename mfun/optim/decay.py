@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from mfun.optim.groups import Groups, check_groups, multipliers
 from mfun.optim.schedule import Schedule, as_schedule
 from mfun.optim.transform import Leaves, State, Transform, check_match
 
-DecayMask = Mapping[str, bool]
 
-
-def add_decayed_weights(weight_decay: float, mask: DecayMask | None = None) -> Transform:
-    """u + weight_decay * p, where the mask says so.
+def add_decayed_weights(weight_decay: float, groups: Groups | None = None) -> Transform:
+    """u + weight_decay * decay * p, decay the leaf's multiplier.
 
     Before the momentum of SGD this is L2 regularisation, as torch.optim.SGD's `weight_decay`;
     after `scale_by_adam` it is AdamW's decoupled decay.
 
     Args:
       weight_decay: the factor.
-      mask: path -> whether the leaf decays; None decays all. It may know more leaves than a
-        stage holds.
-    Raises: ValueError naming a parameter that the mask does not know.
+      groups: path -> (lr, decay) multipliers, or whether the leaf decays; None decays all.
+    Raises: ValueError naming a parameter that the groups do not know.
     Example:
       >>> import torch
       >>> block = add_decayed_weights(0.1, {"w": True, "b": False})
@@ -33,7 +30,7 @@ def add_decayed_weights(weight_decay: float, mask: DecayMask | None = None) -> T
     """
 
     def init(params: Leaves) -> State:
-        check_mask(mask, params)
+        check_groups(groups, params)
         return {}
 
     def update(
@@ -43,24 +40,29 @@ def add_decayed_weights(weight_decay: float, mask: DecayMask | None = None) -> T
         check_match("add_decayed_weights", updates, params)
 
         def one(path: str, u: Tensor) -> Tensor:
-            if not decays(mask, path):
+            decay = weight_decay * multipliers(groups, path)[1]
+            if not decay:
                 return u
             add = u.add_ if donate else u.add
-            return add(params[path], alpha=weight_decay)
+            return add(params[path], alpha=decay)
 
         return {path: one(path, u) for path, u in updates.items()}, state
 
     return Transform(init, update)
 
 
-def scale_by_learning_rate(learning_rate: float | Schedule) -> Transform:
-    """-lr(n) * u, for the update of number n, from 1.
+def scale_by_learning_rate(
+    learning_rate: float | Schedule, groups: Groups | None = None
+) -> Transform:
+    """-lr(n) * m * u, for the update of number n, from 1, and the leaf's multiplier m.
 
     Args:
       learning_rate: a number, or a schedule n -> float. An update that the caller skips does not
         count.
-    Returns: a transform whose state is {"count": n, "lr": the learning rate last used}, (0, 0.0)
-      before the first update.
+      groups: path -> (lr, decay) multipliers; None multiplies by 1.
+    Returns: a transform whose state is {"count": n, "lr": the learning rate last used, without
+      multipliers}, (0, 0.0) before the first update.
+    Raises: ValueError naming a parameter that the groups do not know.
     Example:
       >>> import torch
       >>> block = scale_by_learning_rate(lambda n: 1.0 / n)
@@ -71,28 +73,21 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> Transform:
     """
     schedule = as_schedule(learning_rate)
 
+    def init(params: Leaves) -> State:
+        check_groups(groups, params)
+        return {"count": 0, "lr": 0.0}
+
     def update(
         updates: Leaves, state: State, params: Leaves, *, donate: bool = False, **extra: Any
     ) -> tuple[Leaves, State]:
         del params, extra
         count = state["count"] + 1
         lr = schedule(count)
-        scaled = {path: (u.mul_ if donate else u.mul)(-lr) for path, u in updates.items()}
+
+        def one(path: str, u: Tensor) -> Tensor:
+            return (u.mul_ if donate else u.mul)(-lr * multipliers(groups, path)[0])
+
+        scaled = {path: one(path, u) for path, u in updates.items()}
         return scaled, {"count": count, "lr": lr}
 
-    return Transform(lambda params: {"count": 0, "lr": 0.0}, update)
-
-
-def decays(mask: DecayMask | None, path: str) -> bool:
-    """Whether the mask lets a leaf decay."""
-    return mask is None or mask[path]
-
-
-def check_mask(mask: DecayMask | None, params: Leaves) -> None:
-    """Refuse a mask that does not know every parameter.
-
-    Raises: ValueError naming the parameters.
-    """
-    unknown = [path for path in params if mask is not None and path not in mask]
-    if unknown:
-        raise ValueError(f"decay mask: no entry for {unknown[:5]}; give True or False for each")
+    return Transform(init, update)

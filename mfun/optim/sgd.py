@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mfun.optim.decay import DecayMask, add_decayed_weights, scale_by_learning_rate
+from mfun.optim.decay import add_decayed_weights, scale_by_learning_rate
+from mfun.optim.groups import Groups
 from mfun.optim.schedule import Schedule
 from mfun.optim.transform import (
     Leaves,
@@ -58,7 +59,7 @@ def sgd(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
-    decay_mask: DecayMask | None = None,
+    groups: Groups | None = None,
 ) -> Transform:
     """SGD with momentum, a terminal transform: it returns new parameters.
 
@@ -68,7 +69,7 @@ def sgd(
       learning_rate: a number or a schedule.
       momentum: 0 keeps no trace.
       weight_decay: L2 regularisation through the gradient, as torch.optim.SGD; not decoupled.
-      decay_mask: path -> whether the leaf decays; None decays all.
+      groups: path -> (lr, decay) multipliers, or whether the leaf decays; None decays all.
     Returns: a transform with the state {"decay": {}, "trace": ..., "schedule": {"count", "lr"}}.
     Example:
       >>> import torch
@@ -81,8 +82,8 @@ def sgd(
     Source: torch.optim.SGD.
     """
     blocks = {
-        "decay": add_decayed_weights(weight_decay, decay_mask) if weight_decay else None,
+        "decay": add_decayed_weights(weight_decay, groups) if weight_decay else None,
         "trace": trace(momentum) if momentum else None,
-        "schedule": scale_by_learning_rate(learning_rate),
+        "schedule": scale_by_learning_rate(learning_rate, groups),
     }
     return terminal(named_chain(**{name: block for name, block in blocks.items() if block}))

@@ -55,8 +55,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "b2": 0.95,
         "eps": 1e-8,
         "momentum": 0.9,
+        "ns_steps": 5,
+        "muon_scale": "match_rms",
         "weight_decay": 0.1,
         "clip": 1.0,
+        "clip_value": 0.0,
+        "count_zeros": False,
+        "overrides": {},
     },
 }
 CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -69,7 +74,8 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "train": {"loss_norm": ("tokens", "microbatch")},
     "optim": {
-        "name": ("adamw", "sgd"),
+        "name": ("adamw", "sgd", "lion", "muon"),
+        "muon_scale": ("match_rms", "original"),
         "schedule": ("constant", "linear", "cosine", "inverse_sqrt", "wsd"),
     },
 }
