@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from mfun import config as cfg
-from mfun import tree
+from mfun import optim, tree
 from mfun.config import Config
 from mfun.flat import Bucket
 from mfun.grads import GradBuffers, Reduction, lay_out, reductions
@@ -21,7 +21,7 @@ from mfun.schedule import plan as plan_schedule
 from mfun.schedule.ops import AnyOp
 from mfun.schedule.table import Generate
 from mfun.spec import ParamSpec
-from mfun.train.extras import bucket_size, extras
+from mfun.train.extras import apart, bucket_size, extras
 
 Streams = tuple[Checked[Op], ...]
 Dressed = tuple[Checked[AnyOp], ...]
@@ -57,6 +57,12 @@ class Plan:
         return {path: s for stage in self.stages for path, s in tree.flatten(stage.specs).items()}
 
     @property
+    def groups(self) -> dict[str, optim.Multipliers]:
+        """Each parameter's multipliers of the learning rate and of weight decay."""
+        decay = {path: spec.decay for path, spec in self.specs.items()}
+        return optim.groups_of(decay, self.config.optim)
+
+    @property
     def sharded(self) -> bool:
         """Whether optimizer and more are cut over the ranks that hold the same parameters."""
         return self.config.parallel.sharding != "no_shard"
@@ -74,10 +80,10 @@ class Plan:
     def buckets(self, stage: int) -> tuple[Bucket, ...]:
         """How a stage's gradients lie in flat buffers; sharded, its parameters too.
 
-        Sharded, what one bucket holds decays or does not; where buffers come and go with the layers
-        that use them, it is also of one layer.
+        Sharded, what one bucket holds has equal multipliers (`optim.groups_of`); where buffers come
+        and go with the layers that use them, it is also of one layer.
         """
-        apart = {path: (spec.decay,) for path, spec in self.specs.items()} if self.sharded else {}
+        apart: dict[str, tuple[float, ...]] = {**self.groups} if self.sharded else {}
         if self.shards_grads:
             users = self.stages[stage].holders
             apart = {path: (*key, min(users({path}), default=())) for path, key in apart.items()}
@@ -134,14 +140,17 @@ def plan(config: Config, head: Head = "loss") -> Plan:
     """
     mesh = cfg.mesh(config)
     row, sizes = cfg.schedule(config)
-    stages = tuple(cut(gpt(config, head=head), cfg.stage_layers(config), row.place(sizes)))
+    stages = cut(gpt(config, head=head), cfg.stage_layers(config), row.place(sizes))
+    if config.parallel.recompute == "selective":
+        stages = [apart(stage) for stage in stages]
     layout = Plan(
         config=config,
         mesh=mesh,
-        stages=stages,
+        stages=tuple(stages),
         table=reductions([stage.specs for stage in stages], mesh),
         streams=streams(config),
     )
+    _ = layout.groups  # refuses an override that matches no parameter before anything starts
     return attrs.evolve(layout, streams=dressed(layout))
 
 

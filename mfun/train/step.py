@@ -20,7 +20,6 @@ from mfun.grads import (
 )
 from mfun.pipeline import executor
 from mfun.pipeline.executor import Program
-from mfun.pipeline.pullback import autograd_layer, recomputed
 from mfun.spec import init_params
 from mfun.train.plan import Plan, forward_streams
 from mfun.train.shards import by_shard, flat_params
@@ -54,13 +53,13 @@ def build_optimizer(plan: Plan, shards_of: int | None = None) -> optim.Transform
 
     Args:
         plan: the layout.
-        shards_of: the stage; the parameters of a bucket all decay or none does.
+        shards_of: the stage; the parameters of a bucket have equal multipliers.
     """
-    decay = {path: spec.decay for path, spec in plan.specs.items()}
+    groups = plan.groups
     if shards_of is not None:
         buckets = plan.buckets(shards_of)
-        decay = {shard_name(i): decay[bucket.spans[0].path] for i, bucket in enumerate(buckets)}
-    return optim.build(plan.config.optim, plan.config.train.steps, decay)
+        groups = {shard_name(i): groups[bucket.spans[0].path] for i, bucket in enumerate(buckets)}
+    return optim.build(plan.config.optim, plan.config.train.steps, groups)
 
 
 class Trainer:
@@ -74,11 +73,7 @@ class Trainer:
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
         self.stage = plan.stages[world.stage]
-        config = plan.config
         self.optimizer = build_optimizer(plan, self.stage.index if plan.sharded else None)
-        self.linearize = autograd_layer
-        if config.parallel.recompute == "full":
-            self.linearize = recomputed(autograd_layer)
         self.grads: GradBuffers | None = None
         self.flat: ParamBuffers | None = None
 
@@ -210,14 +205,19 @@ class Trainer:
         """Processes take first derivatives of plain tensors; the mailbox runs under vmap."""
         kind = "any" if self.world.lead else "first"
         if not self.plan.shards_params:
-            return Program(self.world, self.stage, state.params, self.linearize, kind)
+            return Program(self.world, self.stage, state.params, derivatives=kind)
         if self.flat is None:
             self.flat = flat_params(self.plan, self.world, next(iter(state.params.values())))
             for bucket in self.flat.buckets:
                 self.flat.release(bucket.index)
         params = tree.unflatten(self.flat.views)
         return Program(
-            self.world, self.stage, params, self.linearize, kind, self.flat, state.params
+            self.world,
+            self.stage,
+            params,
+            derivatives=kind,
+            flat=self.flat,
+            shards=state.params,
         )
 
     def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[dict[int, Message]]:
