@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import attrs
 import torch
@@ -83,7 +84,7 @@ class Plan:
         Sharded, what one bucket holds has equal multipliers (`optim.groups_of`); where buffers come
         and go with the layers that use them, it is also of one layer.
         """
-        apart: dict[str, tuple[float, ...]] = {**self.groups} if self.sharded else {}
+        apart: dict[str, tuple[Any, ...]] = {**self.groups} if self.sharded else {}
         if self.shards_grads:
             users = self.stages[stage].holders
             apart = {path: (*key, min(users({path}), default=())) for path, key in apart.items()}
