@@ -19,9 +19,12 @@ from mfun.comm import Axis
 from mfun.nn.linear import enter, forward_mode, leave, leave_fresh, primal
 from mfun.nn.loss import Columns, TokenLoss, check_width, columns_of, on_real, statistics
 from mfun.nn.norm import at_least_fp32
-from mfun.nn.weight_grads import WeightGrads
+from mfun.nn.weight_grads import WeightGrads, add_product_
 
 LOGITS_AT_ONCE, TOKENS_AT_ONCE = 1 << 23, 256
+HEADROOM = {torch.float16: 2.0**10}
+"""Factor of gradients that are there before the loss's own is known: a probability of 1e-5 has all
+its bits in fp16 only so. Their scaling by the loss's gradient takes it out."""
 
 
 def chunk_tokens(width: int) -> int:
@@ -145,7 +148,8 @@ def _value_and_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss with its gradients for h and w, all three differentiable: what `HeadLoss` returns.
 
-    dz = weight ((1 + 2 z_loss lse) softmax(z) - target);  dh = leave(dz w),  dw = dz^T x.
+    dz = weight ((1 + 2 z_loss lse) softmax(z) - target);  dh = leave(dz w),  dw = dz^T x,
+    the last two times `HEADROOM`, dw in at least float32.
     """
     x = enter(h, axis, sequence_parallel)
     z, columns = _logits(x, w, labels, axis, rule)
@@ -159,9 +163,15 @@ def _value_and_grads(
         uniform = torch.full_like(z, rule.label_smoothing / rule.vocab)
         target = target + on_real(uniform, columns, 0.0)
     dz = weights.unsqueeze(-1) * ((1.0 + 2.0 * rule.z_loss * lse) * (z - lse).exp() - target)
-    dz = dz.to(w.dtype)
-    dw = dz.flatten(0, -2).T @ x.flatten(0, -2)
+    dz = _narrow(dz, w)
+    dw = at_least_fp32(dz.flatten(0, -2)).T @ at_least_fp32(x.flatten(0, -2))
     return loss, leave(dz @ w, axis, sequence_parallel), dw
+
+
+def _narrow(dz: Tensor, w: Tensor) -> Tensor:
+    """dz in the type of w, times the headroom."""
+    headroom = HEADROOM.get(w.dtype, 1.0)
+    return (dz if headroom == 1.0 else headroom * dz).to(w.dtype)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -190,17 +200,18 @@ class HeadLoss(torch.autograd.Function):
         axis = attrs.evolve(axis, index=index)
         x = enter(h, axis, sequence_parallel)
         tokens_nd, labels, weights = x.flatten(0, -2), labels.flatten(), weights.flatten()
-        dx_nd, dw = torch.empty_like(tokens_nd), w.new_empty(0) if late else torch.empty_like(w)
+        dx_nd = torch.empty_like(tokens_nd)
+        dw = w.new_empty(0) if late else torch.empty_like(w, dtype=at_least_fp32(w[:0]).dtype)
         losses, factors = [], []
         for rows in _rows(tokens_nd.shape[0], chunk):
             z, columns = _logits(tokens_nd[rows], w, labels[rows], axis, rule)
             losses.append(_differentiate_(z, columns, weights[rows], axis, rule))
-            dz = z.to(w.dtype)
+            dz = _narrow(z, w)
             torch.mm(dz, w, out=dx_nd[rows])
             if late:
                 factors.append(dz)
             else:
-                dw.addmm_(dz.T, tokens_nd[rows], beta=1 if rows.start else 0)  # 0 overwrites
+                add_product_(dw, dz, tokens_nd[rows], 1 if rows.start else 0)
         if late:
             dw = factors[0] if len(factors) == 1 else torch.cat(factors)
         dx = leave_fresh(dx_nd.view_as(x), axis, sequence_parallel)
@@ -247,15 +258,20 @@ class HeadLoss(torch.autograd.Function):
 def _scaled(
     ctx: Any, g: Tensor | None, h: Tensor, w: Tensor, dh: Tensor, dw: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """g dh and g dw, the latter None where the sink took it; where late, dw is dz."""
+    """g dh and g dw, the latter None where the sink took it; where late, dw is dz.
+
+    The factor g of a scaled loss may be beyond the range of fp16: products are taken in float32.
+    """
     if g is None:
         return None, None
     sink: WeightGrads | None = ctx.sink
+    g = g / HEADROOM.get(w.dtype, 1.0)
+    dh = (g * at_least_fp32(dh)).to(dh.dtype)
     if ctx.late:
-        x_nd = g * enter(h, ctx.axis, ctx.sequence_parallel).flatten(0, -2)
+        x_nd = g * at_least_fp32(enter(h, ctx.axis, ctx.sequence_parallel)).flatten(0, -2)
         assert sink is not None
-        return g * dh, None if sink.product(w, dw, x_nd) else dw.T @ x_nd
-    return g * dh, None if sink is not None and sink.scaled(w, dw, g) else g * dw
+        return dh, None if sink.product(w, dw, x_nd) else dw.to(x_nd.dtype).T @ x_nd
+    return dh, None if sink is not None and sink.scaled(w, dw, g) else g * dw
 
 
 def _of_h_and_w(ctx: Any, tensors: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:

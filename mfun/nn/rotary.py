@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mfun.config import ModelConfig
+from mfun.nn.norm import at_least_fp32
 
 
 def frequencies(model: ModelConfig) -> tuple[Tensor, float]:
@@ -84,7 +85,8 @@ def rotary_table(model: ModelConfig, length: int) -> Tensor:
 def rotate(x_bshk: Tensor, table: Tensor, positions_bs: Tensor | None = None) -> Tensor:
     """Turn every pair of every head by its token's angle.
 
-    y = (a cos - c sin, c cos + a sin), where x = (a, c) are the two halves of a head.
+    y = (a cos - c sin, c cos + a sin), where x = (a, c) are the two halves of a head; in at least
+    float32.
 
     Args:
         x_bshk: queries or keys of the whole sequence.
@@ -103,8 +105,9 @@ def rotate(x_bshk: Tensor, table: Tensor, positions_bs: Tensor | None = None) ->
             f"rotate: a sequence of {s} tokens for a table of {table.shape[1]} positions; shorten "
             f"the sequence or set model.seq_len to at least {s}"
         )
-    table = table.to(x_bshk)
+    wide = at_least_fp32(x_bshk)
+    table = table.to(wide)
     table = table[:, :s] if positions_bs is None else table[:, positions_bs]
     cos, sin = table.unsqueeze(-2).unbind(0)
-    a, c = x_bshk.chunk(2, -1)
-    return torch.cat([a * cos - c * sin, c * cos + a * sin], -1)
+    a, c = wide.chunk(2, -1)
+    return torch.cat([a * cos - c * sin, c * cos + a * sin], -1).to(x_bshk.dtype)

@@ -127,16 +127,33 @@ class WeightGrads:
 
 
 def _add_product(shape: torch.Size, dy_no: Tensor, x_ni: Tensor, view: Tensor, keep: int) -> None:
-    view = view.view(shape)
-    if view.dtype == dy_no.dtype == x_ni.dtype:
-        view.addmm_(dy_no.T, x_ni, beta=keep)
-    else:  # gradients of more bits: the product itself has them
-        view.addmm_(dy_no.to(view.dtype).T, x_ni.to(view.dtype), beta=keep)
+    add_product_(view.view(shape), dy_no, x_ni, keep)
+
+
+def add_product_(dw_oi: Tensor, dy_no: Tensor, x_ni: Tensor, keep: int) -> None:
+    """dw = keep dw + dy^T x, in place; the product itself has the bits of dw, where those are more.
+
+    Args:
+        dw_oi: what is added to.
+        dy_no: gradient of the output.
+        x_ni: the input.
+        keep: 1 adds, 0 overwrites.
+    """
+    if dw_oi.dtype == dy_no.dtype == x_ni.dtype:
+        dw_oi.addmm_(dy_no.T, x_ni, beta=keep)
+    elif dy_no.is_cuda and dy_no.dtype == x_ni.dtype and dw_oi.dtype == torch.float32:
+        product = torch.mm(dy_no.T, x_ni, out_dtype=torch.float32)  # by the 16-bit units
+        dw_oi.add_(product) if keep else dw_oi.copy_(product)
+    else:
+        dw_oi.addmm_(dy_no.to(dw_oi.dtype).T, x_ni.to(dw_oi.dtype), beta=keep)
 
 
 def _add_scaled(dw: Tensor, by: Tensor, view: Tensor, keep: int) -> None:
-    view, dw = view.view(dw.shape), dw.to(view.dtype)
-    view.addcmul_(dw, by.to(view.dtype)) if keep else torch.mul(dw, by.to(view.dtype), out=view)
+    view = view.view(dw.shape)
+    if view.dtype == dw.dtype == by.dtype:
+        view.addcmul_(dw, by) if keep else torch.mul(dw, by, out=view)
+    else:
+        view.add_(dw * by) if keep else view.copy_(dw * by)
 
 
 def _add_rows(shape: torch.Size, index_n: Tensor, dy_nd: Tensor, view: Tensor, keep: int) -> None:
