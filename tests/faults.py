@@ -877,7 +877,7 @@ PIPELINE = (
     ),
     Fault(
         "recompute ignored",
-        edit("train.step:Trainer.__init__", ('config.parallel.recompute == "full"', "False")),
+        edit("train.extras:recomputed", ('config.parallel.recompute == "full"', "False")),
         holds.recompute_runs_twice,
         "calls",
         "the numbers are right, the memory is not",

@@ -26,7 +26,7 @@ def check(config: Config) -> None:
       Traceback (most recent call last):
       mfun.config.fields.ConfigError: model.heads is 6 and model.kv_heads is 4; each key head ...
     """
-    parts = (_unbuilt, _widths, _heads, _positions, _stages, _batches, _rates)
+    parts = (_unbuilt, _widths, _heads, _positions, _stages, _recompute, _batches, _rates)
     problems = [problem for part in parts for problem in part(config)]
     problems += precision_problems(config.precision)
     if problems:
@@ -144,6 +144,16 @@ def _stages(config: Config) -> Iterator[str]:
         yield (
             f"parallel.schedule is {row.name} and parallel.pp is {parallel.pp}: {error}; "
             "change one of them (parallel.chunks=0 is the schedule's own number)."
+        )
+
+
+def _recompute(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    if (parallel.recompute == "first") != (parallel.recompute_layers > 0):
+        yield (
+            f"parallel.recompute is {parallel.recompute} and parallel.recompute_layers is "
+            f"{parallel.recompute_layers}; recompute=first needs a number of layers above 0, and "
+            "nothing else has one."
         )
 
 

@@ -154,6 +154,8 @@ class ParallelConfig:
         of them; first the first ``recompute_layers`` blocks of each chunk; selective the attention
         half of each block.
       recompute_layers: how many, with ``recompute=first``.
+      offload: most microbatches, counted by chunks, whose activations a stage keeps on its device;
+        others wait in the host's memory. 0 keeps all.
     """
 
     section: ClassVar[str] = "parallel"
@@ -180,6 +182,7 @@ class ParallelConfig:
     bucket_size: int = whole(0)
     recompute: Recompute = choice("none", Recompute)
     recompute_layers: int = whole(0)
+    offload: int = whole(0)
 
 
 @attrs.frozen(kw_only=True)

@@ -58,12 +58,23 @@ def gpt(config: Config, head: Head = "loss") -> list[Layer]:
     rotary = rotary_table(model, model.seq_len) if model.position == "rotary" else None
     return [
         Layer("embed", embedding_specs(config), partial(apply_embedding, config)),
-        *[
-            Layer(f"blocks.{i}", block_specs(config, i), partial(apply_block, config, i, rotary))
-            for i in range(model.layers)
-        ],
+        *[_block(config, i, rotary) for i in range(model.layers)],
         Layer("head", head_specs(config), partial(HEADS[head], config)),
     ]
+
+
+def _block(config: Config, i: int, rotary: Tensor | None) -> Layer:
+    """A block, whose parts are its attention and its feed-forward half."""
+    specs = block_specs(config, i)
+    leaves = specs["blocks"][str(i)]
+    attn, ffn = partial(apply_attention, config, i, rotary), partial(apply_mlp, config, i)
+
+    def half(name: str, apply: Any, *keys: str) -> Layer:
+        own = {"blocks": {str(i): {key: leaves[key] for key in keys}}}
+        return Layer(f"blocks.{i}.{name}", own, apply)
+
+    parts = half("attn", attn, "norm1", "attn"), half("mlp", ffn, "norm2", "mlp")
+    return Layer(f"blocks.{i}", specs, partial(apply_block, config, i, rotary), parts)
 
 
 def apply_embedding(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
@@ -86,11 +97,23 @@ def apply_embedding(config: Config, params: Params, x: Values, ctx: Ctx) -> Valu
 def apply_block(
     config: Config, i: int, rotary: Tensor | None, params: Params, x: Values, ctx: Ctx
 ) -> Values:
-    """h = h + dropout(attention(norm1 h));  h = h + dropout(mlp(norm2 h))."""
+    """Its attention half, then its feed-forward half."""
+    return apply_mlp(config, i, params, apply_attention(config, i, rotary, params, x, ctx), ctx)
+
+
+def apply_attention(
+    config: Config, i: int, rotary: Tensor | None, params: Params, x: Values, ctx: Ctx
+) -> Values:
+    """h = h + dropout(attention(norm1 h))."""
     block, h_bsd = params["blocks"][str(i)], x["h"]
     a_bsd = _norm(config, block["norm1"], h_bsd)
     a_bsd = _self_attention(config, i, rotary, block["attn"], a_bsd, ctx)
-    h_bsd = h_bsd + _drop_tokens(config, a_bsd, ctx, "blocks", i, "attn")
+    return {"h": h_bsd + _drop_tokens(config, a_bsd, ctx, "blocks", i, "attn")}
+
+
+def apply_mlp(config: Config, i: int, params: Params, x: Values, ctx: Ctx) -> Values:
+    """h = h + dropout(mlp(norm2 h))."""
+    block, h_bsd = params["blocks"][str(i)], x["h"]
     m_bsd = mlp(
         block["mlp"],
         _norm(config, block["norm2"], h_bsd),

@@ -51,8 +51,10 @@ class Layer(NamedTuple):
             weight) has the same path in both.
         apply: `apply(params, x, ctx) -> y`, with params nested as specs, x and y dicts of
             differentiable tensors. It is pure.
+        parts: layers that do the same one after the other, () where it is in one piece.
     """
 
     name: str
     specs: dict[str, Any]
     apply: Callable[[Params, Values, Ctx], Values]
+    parts: tuple[Layer, ...] = ()

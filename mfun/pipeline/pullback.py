@@ -71,18 +71,3 @@ def vjp_layer(apply: Apply, params: Any, x: Message) -> tuple[Message, Pull]:
         return tree.flatten(dparams), dx
 
     return y, pull
-
-
-def recomputed(linearize: Linearize) -> Linearize:
-    """Keep only the layer's input; run it again for the cotangent, with the same keys and bits."""
-
-    def layer(apply: Apply, params: Any, x: Message) -> tuple[Message, Pull]:
-        with torch.no_grad():
-            y = apply(params, x)
-
-        def pull(dy: Message) -> tuple[dict[str, Tensor | None], Message]:
-            return linearize(apply, params, x)[1](dy)
-
-        return y, pull
-
-    return layer

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+import attrs
 
 from mfun.config import Config
 from mfun.flat import Bucket, choose_bucket_size
@@ -25,20 +28,61 @@ def extras(config: Config, stage: Stage, grads: GradBuffers) -> Extras:
         stage: its layers.
         grads: its gradient buffers, perhaps without memory.
     """
-    sharding = config.parallel.sharding
-    if not (config.parallel.overlap or grads.release):
-        return Extras()
+    parallel = config.parallel
+    asked = Extras(
+        layers=tuple(map(len, stage.chunks)),
+        recompute=recomputed(config, stage),
+        offload=parallel.offload or None,
+    )
+    if not (parallel.overlap or grads.release):
+        return asked if parallel.recompute != "none" or parallel.offload else Extras()
     joined = [i for i in grads.order() if grads.row(i).joined is not None]
     places = bucket_layers(stage, grads.buckets)
     reduce = [frozenset() if grads.release and i in joined else p for i, p in enumerate(places)]
-    return Extras(
-        layers=tuple(map(len, stage.chunks)),
+    return attrs.evolve(
+        asked,
         reduce=tuple(reduce),
         window="microbatch" if grads.release else "step",
         joined=() if grads.release else tuple((i, _name(grads, i)) for i in joined),
-        gather=places if sharding == "optim_grads_params" else (),
-        prefetch=config.parallel.prefetch,
+        gather=places if parallel.sharding == "optim_grads_params" else (),
+        prefetch=parallel.prefetch,
     )
+
+
+def recomputed(config: Config, stage: Stage) -> Literal["full"] | Places | None:
+    """Which layers of a stage run again for their backward; None is none.
+
+    Example:
+        >>> from mfun.config import load, resolve
+        >>> from mfun.train.plan import plan
+        >>> p = plan(resolve(load("tiny", ["parallel.recompute=selective", "parallel.tp=1"]), 2))
+        >>> for chunk, i in sorted(recomputed(p.config, p.stages[1])):
+        ...     print(p.stages[1].chunks[chunk][i].name)
+        blocks.2.attn
+        blocks.3.attn
+    """
+    if config.parallel.recompute == "full":
+        return "full"
+    blocks = [
+        [(chunk, i) for i, layer in enumerate(layers) if layer.name.startswith("blocks.")]
+        for chunk, layers in enumerate(stage.chunks)
+    ]
+    if config.parallel.recompute == "first":
+        return frozenset(at for chunk in blocks for at in chunk[: config.parallel.recompute_layers])
+    if config.parallel.recompute == "selective":
+        halves = (at for chunk in blocks for at in chunk)
+        return frozenset(at for at in halves if stage.chunks[at[0]][at[1]].name.endswith(".attn"))
+    return None
+
+
+def apart(stage: Stage) -> Stage:
+    """A stage whose layers are the parts of its layers, so that some can run again by themselves.
+
+    Its gradients are bitwise the same: between two halves of a block passes the residual stream,
+    which each half adds to, and a sum of two does not depend on their order.
+    """
+    chunks = (tuple(part for x in chunk for part in x.parts or (x,)) for chunk in stage.chunks)
+    return attrs.evolve(stage, chunks=tuple(chunks))
 
 
 def _name(grads: GradBuffers, bucket: int) -> str:
