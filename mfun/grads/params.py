@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from mfun import flat
 from mfun.comm.world import Waits, World
 from mfun.grads.buffers import views
 from mfun.grads.table import Reduction
+
+_set_version = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
 
 
 def shard_name(bucket: int) -> str:
@@ -55,7 +56,7 @@ class ParamBuffers:
         ]
         self.views = views(self.buckets, self.buffers, specs)
         self.bucket_of = {span.path: b.index for b in self.buckets for span in b.spans}
-        self.going: dict[int, Waits[Tensor]] = {}
+        self.going: dict[int, tuple[int, Waits[Tensor]]] = {}
 
     def load(self, leaves: Mapping[str, Tensor]) -> None:
         """Copy leaves in, all of them."""
@@ -79,12 +80,12 @@ class ParamBuffers:
         """Give a bucket its memory and start to gather it; `ready` waits for it.
 
         The gathered bits are those that were there before, so the version is kept: a backward may
-        use what its forward has saved.
+        use what its forward has saved. (The backend writes, and counts versions, when it likes.)
         """
         buffer = self.buffers[bucket]
         buffer.untyped_storage().resize_(buffer.nbytes)
-        with _unsafe_preserve_version_counter(buffer):
-            self.going[bucket] = self.world.gather(buffer, shard, self.axes[bucket])
+        version = buffer._version
+        self.going[bucket] = version, self.world.gather(buffer, shard, self.axes[bucket])
 
     def ready(self, paths: Iterable[str]) -> Waits[list[str]]:
         """Wait for the buckets of these leaves.
@@ -98,8 +99,9 @@ class ParamBuffers:
         arrived: list[str] = []
         for bucket in dict.fromkeys(self.bucket_of[path] for path in paths):
             if bucket in self.going:
-                with _unsafe_preserve_version_counter(self.buffers[bucket]):
-                    yield from self.going.pop(bucket)
+                version, waits = self.going.pop(bucket)
+                yield from waits
+                _set_version((self.buffers[bucket],), (version,))
                 arrived += [span.path for span in self.buckets[bucket].spans]
             elif not self.buffers[bucket].untyped_storage().size():
                 raise RuntimeError(

@@ -5,8 +5,8 @@ several times, and prints the ratio (below 1: mfun is faster) of the medians of 
 of these the median, which a machine that slows down for both does not move, and of peak resident
 memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (DistributedDataParallel), tp2
 (DTensor with loss parallel), pp2 (torch.distributed.pipelining Schedule1F1B), and against the same
-peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8 microbatches) and zb8cut (8, with the
-blocks cut 5 + 3, because the second stage also has the head).
+peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8 microbatches) and zb8cut (ZB-H2 with
+8, and the blocks cut 5 + 3, because the second stage also has the head).
 
 Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--repeats 3] [--steps 6]
         (MFUN_BENCH_MALLOC=0: both sides without the allocator setting that `mfun train` makes)
@@ -66,7 +66,7 @@ CASES = {
         8,
         "torch Schedule1F1B",
         0.90,
-        {"parallel.schedule": "zb-h1", "parallel.layers_per_stage": "5,3"},
+        {"parallel.schedule": "zb-h2", "parallel.layers_per_stage": "5,3"},
     ),
 }
 
