@@ -58,6 +58,10 @@ RECOMPUTE = train("dropout=0.2 recompute=full")
 ADAM = train("steps=3 lr=0.1 weight_decay=0.5 bias=all")
 CLIP = train("tp=2 pp=2 layers=2 clip=0.05")
 SGD = train("name=sgd steps=3 clip=0.05 weight_decay=0.5")
+LION = train("name=lion steps=3 lr=0.1 weight_decay=0.5")
+OVERRIDES = 'overrides={"embed.*"={lr=0.3},"*"={decay=2.0},"*norm*"={decay=0.5}}'
+GROUPS = train(f"steps=2 lr=0.1 weight_decay=0.5 {OVERRIDES}")
+GROUPS_SHARDED = train(f"dp=2 sharding=optim steps=2 lr=0.1 weight_decay=0.5 {OVERRIDES}")
 FALLS = holds.train_all(
     *(
         f"steps=3 warmup=1 decay_steps=4 min_lr=0.01 lr=0.1 optim.schedule={name}"
@@ -1513,9 +1517,7 @@ OPTIMIZER = (
     ),
     Fault(
         "no weight decay on matrices",
-        edit(
-            "optim.adam:adamw", ("weight_decay=weight_decay * decay", "weight_decay=0.0")
-        ),
+        edit("optim.adam:adamw", ("weight_decay=weight_decay * decay", "weight_decay=0.0")),
         ADAM,
         r"mlp\.up: parameter off",
         "a setting that does nothing",
@@ -1576,7 +1578,7 @@ OPTIMIZER = (
     ),
     Fault(
         "sgd's learning rate is one update behind",
-        edit("optim.decay:scale_by_learning_rate", ("schedule(count)", "schedule(count - 1)")),
+        edit("optim.sgd:sgd", ("lr = schedule(n)", "lr = schedule(n - 1)")),
         train("name=sgd steps=2 warmup=3"),
         "parameter off",
         "the same",
@@ -1641,30 +1643,89 @@ OPTIMIZER = (
     ),
     Fault(
         "momentum is an average",
-        edit(
-            "optim.sgd:trace",
-            ("old.mul_(momentum).add_(u)", "old.mul_(momentum).add_(u, alpha=1 - momentum)"),
-        ),
+        edit("optim.sgd:sgd", ("dampening=0.0", "dampening=momentum")),
         SGD,
         "parameter off",
         "another definition than torch's",
     ),
     Fault(
-        "sgd's trace is its update's memory",
-        edit(
-            "optim.sgd:trace",
-            ("{path: u.copy_(new[path]) for path, u in updates.items()} if donate else new", "new"),
-        ),
-        SGD,
-        "parameter off",
-        "the scaled update is written into the momentum",
-    ),
-    Fault(
         "sgd does not decay",
-        edit("optim.decay:add_decayed_weights", ("if not decay:", "if True:")),
+        edit("optim.sgd:sgd", ("weight_decay=weight_decay * decay", "weight_decay=0.0")),
         SGD,
         "parameter off",
         "a setting that does nothing",
+    ),
+    Fault(
+        "Lion's two means are exchanged",
+        edit("optim.lion:lion", ("p, u, m, b1, b2, lr", "p, u, m, b2, b1, lr")),
+        LION,
+        "parameter off",
+        "another optimizer, which trains as well as none",
+    ),
+    Fault(
+        "Lion's decay takes the whole rate",
+        edit("optim.lion:_lists", ("1 - lr * decay", "1 - decay")),
+        LION,
+        "parameter off",
+        "weights vanish",
+    ),
+    Fault(
+        "Lion's mean is updated before its sign is taken",
+        edit(
+            "optim.lion:_lists",
+            (
+                "signs = torch._foreach_lerp(m, u, 1 - b1)",
+                "torch._foreach_lerp_(m, u, 1 - b2)\n    signs = torch._foreach_lerp(m, u, 1 - b1)",
+            ),
+        ),
+        LION,
+        "parameter off",
+        "the new gradient counts twice",
+    ),
+    Fault(
+        "clip_value ignored",
+        edit("optim.build:build", ("if config.clip_value:", "if False:")),
+        train("name=sgd clip_value=0.01"),
+        "parameter off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "clip_value cuts before the norm clips",
+        edit(
+            "optim.build:build",
+            (
+                "named_chain(**blocks)",
+                "named_chain(**dict(sorted("
+                'blocks.items(), key=lambda block: block[0] != "clip_value")))',
+            ),
+        ),
+        train("name=sgd clip=0.1 clip_value=0.01 lr=1"),
+        "parameter off",
+        "the norm is of another gradient than is scaled",
+    ),
+    Fault(
+        "an override's learning rate is lost",
+        edit("optim.adam:adamw", ("lr=lr * rate", "lr=lr")),
+        GROUPS,
+        r"embed\.tokens: parameter off",
+        "a setting that does nothing",
+    ),
+    Fault(
+        "buckets ignore the groups",
+        edit("train.plan:Plan.buckets", ("{**self.groups}", "{}")),
+        GROUPS_SHARDED,
+        "parameter off",
+        "leaves of a bucket take its first leaf's learning rate",
+    ),
+    Fault(
+        "an earlier override wins",
+        edit(
+            "optim.groups:groups_of",
+            ("config.overrides.items()", "reversed(config.overrides.items())"),
+        ),
+        GROUPS,
+        "parameter off",
+        "a general pattern after a special one, or none at all",
     ),
 )
 

@@ -21,12 +21,15 @@ from mfun.optim import (
     apply_updates,
     build,
     clip_by_global_norm,
+    clip_by_value,
     cosine,
     learning_rate,
+    lion,
     named_chain,
     restore_state,
     scale_by_adam,
     scale_by_learning_rate,
+    scale_by_lion,
     sgd,
     state_scalars,
     state_tensors,
@@ -63,11 +66,39 @@ def adamw_chain(rate: Any, weight_decay: float, mask: dict[str, bool] | None) ->
     )
 
 
+def sgd_chain(rate: Any, weight_decay: float, groups: dict[str, bool] | None) -> Transform:
+    """SGD by its definition, out of blocks."""
+    return terminal(
+        named_chain(
+            decay=add_decayed_weights(weight_decay, groups),
+            trace=trace(0.7),
+            schedule=scale_by_learning_rate(rate),
+        )
+    )
+
+
+def lion_chain(rate: Any, weight_decay: float, groups: dict[str, bool] | None) -> Transform:
+    """Lion by its definition, out of blocks."""
+    return terminal(
+        named_chain(
+            lion=scale_by_lion(b1=0.8, b2=0.93),
+            decay=add_decayed_weights(weight_decay, groups),
+            schedule=scale_by_learning_rate(rate),
+        )
+    )
+
+
 # Every terminal optimizer is one row that must pass the common properties.
 OPTIMIZERS: dict[str, Callable[[Any], Transform]] = {
     "adamw": lambda lr: adamw(lr, **HYPER, weight_decay=0.3, groups=MASK),
     "adamw of blocks": lambda lr: adamw_chain(lr, 0.3, MASK),
     "sgd": lambda lr: sgd(lr, momentum=0.7, weight_decay=0.3, groups=MASK),
+    "sgd of blocks": lambda lr: sgd_chain(lr, 0.3, MASK),
+    "lion": lambda lr: lion(lr, b1=0.8, b2=0.93, weight_decay=0.3, groups=MASK),
+    "lion of blocks": lambda lr: lion_chain(lr, 0.3, MASK),
+    "clip by value and adamw": lambda lr: named_chain(
+        clip=clip_by_value(0.3), adamw=adamw(lr, **HYPER, groups=MASK)
+    ),
     "sgd without momentum": lambda lr: sgd(lr, momentum=0.0),
     "clip and adamw": lambda lr: named_chain(
         clip=clip_by_global_norm(2.0), adamw=adamw(lr, **HYPER, groups=MASK)
@@ -325,15 +356,16 @@ def test_clip_errors() -> None:
 def test_mismatched_trees_are_refused_by_path() -> None:
     """Absent, unknown, misshapen and wrongly typed gradients, and a mask with a hole, are named."""
     params = {"a.w": torch.ones(2), "b": torch.ones(2, 3)}
-    for opt in (adamw(0.1), sgd(0.1), adamw_chain(0.1, 0.0, None)):
+    for opt in (adamw(0.1), sgd(0.1), lion(0.1), adamw_chain(0.1, 0.0, None)):
         state = opt.init(params)
         with pytest.raises(ValueError, match=r"lack \['b'\] and have \['c'\]"):
             opt.update({"a.w": torch.ones(2), "c": torch.ones(2, 3)}, state, params)
         with pytest.raises(ValueError, match=r"'b' has shape \(3, 2\), the parameter \(2, 3\)"):
             opt.update({"a.w": torch.ones(2), "b": torch.ones(3, 2)}, state, params)
-    opt = adamw(0.1)
-    with pytest.raises(ValueError, match=r"'b' is torch\.float64"):
-        opt.update({"a.w": torch.ones(2), "b": torch.ones(2, 3).double()}, opt.init(params), params)
+    double = {"a.w": torch.ones(2), "b": torch.ones(2, 3).double()}
+    for name, opt in (("adamw", adamw(0.1)), ("sgd", sgd(0.1)), ("lion", lion(0.1))):
+        with pytest.raises(ValueError, match=rf"{name}: .* 'b' is torch\.float64"):
+            opt.update(double, opt.init(params), params)
     for opt in (adamw(0.1, groups={"b": True}), sgd(0.1, weight_decay=1.0, groups={})):
         with pytest.raises(ValueError, match=r"parameter groups: no entry for \['a\.w'"):
             opt.init(params)
@@ -357,7 +389,8 @@ def test_chain_names_its_states() -> None:
 
 def test_blocks_are_differentiable() -> None:
     """The gradient through an SGD step with respect to the old parameters is I - lr H."""
-    opt = sgd(0.1, momentum=0.5)
+    chain = named_chain(trace=trace(0.5), schedule=scale_by_learning_rate(0.1))
+    opt = terminal(chain)
     w = torch.tensor([1.0, 2.0], dtype=torch.float64)
     h = torch.tensor([[3.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
 

@@ -2,9 +2,10 @@
 
 from mfun.optim.adam import adamw, scale_by_adam
 from mfun.optim.build import build, build_schedule, learning_rate
-from mfun.optim.clip import clip_by_global_norm
+from mfun.optim.clip import clip_by_global_norm, clip_by_value
 from mfun.optim.decay import add_decayed_weights, scale_by_learning_rate
 from mfun.optim.groups import Groups, Multipliers, groups_of
+from mfun.optim.lion import lion, scale_by_lion
 from mfun.optim.masters import with_masters, without_masters
 from mfun.optim.scaler import (
     LossScale,
@@ -42,6 +43,7 @@ __all__ = [
     "build",
     "build_schedule",
     "clip_by_global_norm",
+    "clip_by_value",
     "constant",
     "constant_scale",
     "cosine",
@@ -50,11 +52,13 @@ __all__ = [
     "inverse_sqrt",
     "learning_rate",
     "linear",
+    "lion",
     "loss_scale",
     "named_chain",
     "restore_state",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "scale_by_lion",
     "sgd",
     "state_scalars",
     "state_tensors",

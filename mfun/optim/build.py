@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mfun.config import OptimConfig
 from mfun.optim.adam import adamw
-from mfun.optim.clip import clip_by_global_norm
+from mfun.optim.clip import clip_by_global_norm, clip_by_value
 from mfun.optim.groups import Groups
+from mfun.optim.lion import lion
 from mfun.optim.schedule import Schedule, constant, cosine, inverse_sqrt, linear, wsd
 from mfun.optim.sgd import sgd
 from mfun.optim.transform import State, Transform, named_chain, state_scalars
@@ -19,8 +22,8 @@ def build(config: OptimConfig, steps: int, groups: Groups | None = None) -> Tran
       steps: updates of the run, the end of the schedule where `optim.decay_steps` is 0.
       groups: leaf -> (lr, decay) multipliers as from `groups_of`, or whether the leaf decays; None
         decays all. A leaf may be any tensor: a parameter, a shard, a flat bucket.
-    Returns: a terminal transform. Its state has the names "clip" (absent when `optim.clip` is 0)
-      and "adamw" or "sgd"; `learning_rate` reads from it.
+    Returns: a terminal transform. Its state has the names "clip" and "clip_value" (absent where
+      they are 0) and `optim.name`; `learning_rate` reads from it.
     Example:
       >>> import torch
       >>> opt = build(OptimConfig(lr=0.1, warmup=2), steps=10)
@@ -31,22 +34,26 @@ def build(config: OptimConfig, steps: int, groups: Groups | None = None) -> Tran
       >>> list(state), learning_rate(state), state["clip"]["coefficient"]
       (['clip', 'adamw'], 0.05, tensor(0.2000))
     """
-    rate = build_schedule(config, steps)
-    blocks = {"clip": clip_by_global_norm(config.clip)} if config.clip else {}
-    if config.name == "adamw":
-        betas = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
-        decay = {"weight_decay": config.weight_decay, "groups": groups}
-        blocks["adamw"] = adamw(rate, **betas, **decay)
-    elif config.name == "sgd":
-        blocks["sgd"] = sgd(
-            rate,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            groups=groups,
-        )
-    else:
-        raise ValueError(f"optim.name: {config.name!r} is not adamw or sgd")
+    blocks: dict[str, Transform] = {}
+    if config.clip:
+        blocks["clip"] = clip_by_global_norm(config.clip)
+    if config.clip_value:
+        blocks["clip_value"] = clip_by_value(config.clip_value)
+    blocks[config.name] = _optimizer(config, build_schedule(config, steps), groups)
     return named_chain(**blocks)
+
+
+def _optimizer(config: OptimConfig, rate: Schedule, groups: Groups | None) -> Transform:
+    common: dict[str, Any] = {"weight_decay": config.weight_decay, "groups": groups}
+    betas = {"b1": config.b1, "b2": config.b2}
+    match config.name:
+        case "adamw":
+            return adamw(rate, **betas, eps=config.eps, **common)
+        case "sgd":
+            return sgd(rate, momentum=config.momentum, **common)
+        case "lion":
+            return lion(rate, **betas, **common)
+    raise ValueError(f"optim.name: {config.name!r} is not adamw, sgd or lion")
 
 
 def build_schedule(config: OptimConfig, steps: int) -> Schedule:
@@ -81,11 +88,11 @@ def learning_rate(state: State) -> float:
     """The learning rate that the last update used, read out of an optimizer's state.
 
     Args:
-      state: of a chain that holds one `adamw`, `sgd` or `scale_by_learning_rate`.
+      state: of a chain that holds one optimizer or `scale_by_learning_rate`.
     Returns: a float; 0.0 before the first update.
     Raises: ValueError if the state holds no learning rate, or several.
     Example:
-      >>> learning_rate({"sgd": {"schedule": {"count": 3, "lr": 0.25}}})
+      >>> learning_rate({"sgd": {"count": 3, "lr": 0.25}})
       0.25
     """
     rates = {p: x for p, x in state_scalars(state).items() if p.split(".")[-1] == "lr"}

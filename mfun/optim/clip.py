@@ -1,4 +1,4 @@
-"""Clipping by the global norm."""
+"""Clipping: by the global norm, and element by element."""
 
 from __future__ import annotations
 
@@ -70,6 +70,43 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         return {path: _scaled(path, u, coefficient, donate) for path, u in updates.items()}, state
 
     return Transform(init, update)
+
+
+def clip_by_value(largest: float) -> Transform:
+    """Updates with every element brought into [-largest, largest].
+
+    u = min(max(u, -largest), largest)
+
+    A NaN stays one; an infinity becomes the bound.
+
+    Args:
+      largest: the bound, positive.
+    Raises: ValueError if it is not.
+    Example:
+      >>> clip = clip_by_value(1.0)
+      >>> gradient = {"w": torch.tensor([3.0, -0.5])}
+      >>> clip.update(gradient, clip.init(gradient), gradient)[0]
+      {'w': tensor([ 1.0000, -0.5000])}
+
+    Source: torch.nn.utils.clip_grad_value_.
+    """
+    if not largest > 0:
+        raise ValueError(
+            f"clip_by_value: the largest value is {largest}; give a positive number, or no clipping"
+        )
+
+    def update(
+        updates: Leaves, state: State, params: Leaves, *, donate: bool = False, **extra: Any
+    ) -> tuple[Leaves, State]:
+        del extra
+        check_match("clip_by_value", updates, params)
+
+        def one(u: Tensor) -> Tensor:
+            return (u.clamp_ if donate else u.clamp)(-largest, largest)
+
+        return {path: one(u) for path, u in updates.items()}, state
+
+    return Transform(lambda params: {}, update)
 
 
 def _scaled(path: str, u: Tensor, coefficient: Tensor, donate: bool) -> Tensor:

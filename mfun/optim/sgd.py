@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mfun.optim.decay import add_decayed_weights, scale_by_learning_rate
-from mfun.optim.groups import Groups
-from mfun.optim.schedule import Schedule
-from mfun.optim.transform import (
-    Leaves,
-    State,
-    Transform,
-    check_match,
-    named_chain,
-    terminal,
-    zeros_like,
-)
+from mfun.optim.adam import check_kernel, writable
+from mfun.optim.groups import Groups, check_groups, grouped
+from mfun.optim.schedule import Schedule, as_schedule
+from mfun.optim.transform import Leaves, State, Transform, check_match, zeros_like
 
 
 def trace(momentum: float) -> Transform:
@@ -61,29 +54,63 @@ def sgd(
     weight_decay: float = 0.0,
     groups: Groups | None = None,
 ) -> Transform:
-    """SGD with momentum, a terminal transform: it returns new parameters.
+    """SGD with momentum in torch's fused kernel, a terminal transform: it returns new parameters.
 
     g = u + weight_decay p,  t = momentum t + g,  p = p - lr t
+
+    It equals, to rounding,
+      terminal(named_chain(decay=add_decayed_weights(...), trace=trace(...),
+                           schedule=scale_by_learning_rate(...)))
+    but reads and writes each tensor once. It is not differentiable.
 
     Args:
       learning_rate: a number or a schedule.
       momentum: 0 keeps no trace.
       weight_decay: L2 regularisation through the gradient, as torch.optim.SGD; not decoupled.
       groups: path -> (lr, decay) multipliers, or whether the leaf decays; None decays all.
-    Returns: a transform with the state {"decay": {}, "trace": ..., "schedule": {"count", "lr"}}.
+    Returns: a transform with the state {"count": n, "lr": the learning rate last used, without
+      multipliers, "trace": {path: t}}.
+    Raises: ValueError naming a leaf whose gradient has another dtype, shape or device than its
+      parameter, or that the groups do not know.
     Example:
       >>> import torch
       >>> opt = sgd(0.5, momentum=0.0)
       >>> params = {"w": torch.tensor([1.0])}
       >>> params, state = opt.update({"w": torch.tensor([1.0])}, opt.init(params), params)
-      >>> params["w"], state["schedule"]
-      (tensor([0.5000]), {'count': 1, 'lr': 0.5})
+      >>> params["w"], state
+      (tensor([0.5000]), {'count': 1, 'lr': 0.5, 'trace': {}})
 
-    Source: torch.optim.SGD.
+    Source: torch.optim.SGD(fused=True).
     """
-    blocks = {
-        "decay": add_decayed_weights(weight_decay, groups) if weight_decay else None,
-        "trace": trace(momentum) if momentum else None,
-        "schedule": scale_by_learning_rate(learning_rate, groups),
-    }
-    return terminal(named_chain(**{name: block for name, block in blocks.items() if block}))
+    schedule = as_schedule(learning_rate)
+
+    def init(params: Leaves) -> State:
+        check_groups(groups, params)
+        return {"count": 0, "lr": 0.0, "trace": zeros_like(params) if momentum else {}}
+
+    @torch.no_grad()
+    def update(
+        updates: Leaves, state: State, params: Leaves, *, donate: bool = False, **extra: Any
+    ) -> tuple[Leaves, State]:
+        del extra
+        check_match("sgd", updates, params)
+        check_kernel("sgd", updates, params)
+        n = state["count"] + 1
+        lr = schedule(n)
+        new, traces = (writable(t, donate) for t in (params, state["trace"]))
+        for paths, (rate, decay) in grouped(params, groups):
+            torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
+                [new[path] for path in paths],
+                [updates[path].contiguous() for path in paths],
+                [traces[path] for path in paths if momentum],
+                weight_decay=weight_decay * decay,
+                momentum=momentum,
+                lr=lr * rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+            )
+        return new, {"count": n, "lr": lr, "trace": traces}
+
+    return Transform(init, update)
