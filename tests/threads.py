@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mfun.comm import ProcessWorld, distribute, finish, kernels, overlap, p2p, process
+from mfun.comm import ProcessWorld, distribute, exchange, finish, kernels, overlap, p2p, process
 from mfun.grads import needed_groups
 from mfun.train.plan import Plan
 from mfun.verify.compare import RankResult
@@ -186,7 +186,7 @@ class Wire:
 
     def isend(self, x: Tensor, to: int, group: Any = None, tag: int = 0) -> Work:
         """Leave a reference to x; over when the receiver has copied it."""
-        way = (self.get_rank(), to, tag)
+        way = (self.get_rank(), to, group, tag)
         key = (*way, self._number("send", way))
         with self._changed:
             self._letters[key] = x
@@ -201,7 +201,7 @@ class Wire:
 
     def irecv(self, x: Tensor, source: int, group: Any = None, tag: int = 0) -> Work:
         """Copy the next message of `source` with this tag into x, at `wait`."""
-        way = (source, self.get_rank(), tag)
+        way = (source, self.get_rank(), group, tag)
         key = (*way, self._number("recv", way))
 
         def end() -> None:
@@ -260,7 +260,7 @@ class Wire:
 @contextmanager
 def wired(wire: Wire) -> Iterator[None]:
     """mfun.comm talks to the wire instead of torch.distributed."""
-    modules = (kernels, overlap, p2p, process)
+    modules = (exchange, kernels, overlap, p2p, process)
     try:
         for module in modules:
             module.dist = wire  # type: ignore[attr-defined]

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mfun.comm.axis import Axis
+from mfun.comm.exchange import start_exchange, sum_exchanged, wait
 
 
 class Pending(NamedTuple):
     """A value on its way: `wait()` gives it."""
 
-    work: Any
+    works: list[Any]
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
         """The result; blocks until it is there."""
-        if self.work is not None:
-            self.work.wait()
+        wait(self.works)
         return self.finish()
 
 
@@ -55,7 +55,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
         The pending sum.
     """
     x = x.contiguous()
-    return Pending(dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
+    return Pending([dist.all_reduce(x, group=axis.group, async_op=True)], lambda: x)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -73,11 +73,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     cut = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0).contiguous()
     if x.device.type == "cpu":
         parts = torch.empty_like(cut)
-        work = dist.all_to_all_single(parts, cut, group=axis.group, async_op=True)
-        return Pending(work, lambda: parts.sum(0))
+        works = start_exchange(parts, cut, axis)
+        return Pending(works, lambda: sum_exchanged(cut[axis.position], parts, axis))
     out = cut.new_empty(cut.shape[1:])
     work = dist.reduce_scatter_single(out, cut.flatten(0, 1), group=axis.group, async_op=True)
-    return Pending(work, lambda: out)
+    return Pending([work], lambda: out)
 
 
 def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -93,7 +93,25 @@ def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     """
     dim %= x.ndim
     parts = x.new_empty(axis.size, *x.shape)
-    work = dist.all_gather_single(
-        parts.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True
-    )
-    return Pending(work, lambda: parts.movedim(0, dim).flatten(dim, dim + 1))
+    works = start_all_gather(parts, x.contiguous(), axis)
+    return Pending(works, lambda: parts.movedim(0, dim).flatten(dim, dim + 1))
+
+
+def start_all_gather(parts: Tensor, x: Tensor, axis: Axis) -> list[Any]:
+    """Start to fill parts (size, ...) with every rank's x.
+
+    Args:
+        parts: contiguous.
+        x: contiguous; may be this rank's row of `parts`.
+        axis: a process axis.
+
+    Returns:
+        Work to wait for.
+    """
+    if x.device.type != "cpu":
+        out = parts.flatten(0, 1)
+        return [dist.all_gather_single(out, x, group=axis.group, async_op=True)]
+    own = parts[axis.position]
+    if own.data_ptr() != x.data_ptr():
+        own.copy_(x)
+    return start_exchange(parts, [own] * axis.size, axis)

@@ -140,17 +140,15 @@ class ProcessWorld:
     def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
         """One all-gather into `out`, started by the call."""
         axis = self.groups.over(*axes)
-        work = None
-        if axis.size > 1:
-            work = dist.all_gather_single(out, shard, group=axis.group, async_op=True)
-        elif shard.data_ptr() != out.data_ptr():
-            out.copy_(shard)
-        return _waited(work, out)
+        if axis.size == 1:
+            return _waited(None, out if shard.data_ptr() == out.data_ptr() else out.copy_(shard))
+        works = overlap.start_all_gather(out.unflatten(0, (axis.size, -1)), shard, axis)
+        return _pending(overlap.Pending(works, lambda: out))
 
     def shard(self, x: Tensor, axes: Sequence[AxisLike]) -> Tensor:
         """A view of this rank's piece."""
         axis = self.groups.over(*axes)
-        return x.chunk(axis.size)[int(axis.index)] if axis.size > 1 else x
+        return x.chunk(axis.size)[axis.position] if axis.size > 1 else x
 
     def post(
         self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
