@@ -196,12 +196,10 @@ class GradBuffers:
         """Wait for a shard on its way, add it to those before, and free the buffer."""
         if bucket not in self.sums:
             return
-        part, buffer = finish(self.sums.pop(bucket)), self.buffers[bucket]
-        if part.data_ptr() == buffer.data_ptr():  # a group of one
-            part = part.clone()
-        have = self.shards.get(bucket)
-        self.shards[bucket] = part if have is None else have.add_(part)
-        _free(buffer)
+        part, have = finish(self.sums.pop(bucket)), self.shards.get(bucket)
+        # A shard of its own: what came may be a view of the buffer, or of all that was exchanged.
+        self.shards[bucket] = part.clone() if have is None else have.add_(part)
+        _free(self.buffers[bucket])
 
     def _allocate(self, bucket: int) -> None:
         """Give a bucket its memory back, with zeros where no leaf is."""

@@ -63,7 +63,8 @@ def start_reduce(world: World, grads: GradBuffers, bucket: int) -> None:
         RuntimeError: it was reduced in this window already.
     """
     if grads.release:
-        grads.settle(bucket)
+        for other in list(grads.sums):  # one on its way at a time: each holds a whole buffer
+            grads.settle(other)
     elif bucket in grads.sums:
         raise RuntimeError(f"bucket {bucket} is reduced twice in a window")
     grads.close(bucket)
@@ -101,8 +102,9 @@ def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
             grads.settle(i)
             continue
         whole = yield from grads.sums.pop(i)
-        if grads.sharded:
-            grads.shards[i] = whole
+        if grads.sharded:  # its place in the buffer is as good as memory of its own
+            place = world.shard(grads.buffers[i], grads.row(i).axes)
+            grads.shards[i] = place.copy_(whole)
         elif whole is not grads.buffers[i]:
             grads.buffers[i].copy_(whole)
     for i in grads.order():
