@@ -21,6 +21,15 @@ from torch import Tensor
 from mfun import rng, tree
 from mfun.mesh import AxisLike, Factor, Mesh
 
+DTYPES = MappingProxyType(
+    {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }
+)
+"""The configuration's names of number formats."""
 Entry = None | AxisLike | tuple[AxisLike, ...]
 Coords = Mapping[str, int]
 
@@ -118,6 +127,10 @@ class ParamSpec:
             `cp`) are always `partial`.
         decay: whether weight decay applies.
         pads: dims that may be padded up to a multiple of their cut (the vocabulary's).
+        matrix: of a hidden matrix, how many of its last dims are rows, and how many columns; the
+            dims before them count separate matrices. Muon moves these whole. None for the rest:
+            embeddings, heads, norms, biases.
+        wide: of at least float32, whatever the other parameters' type.
     """
 
     shape: tuple[int, ...]
@@ -131,10 +144,22 @@ class ParamSpec:
     )
     decay: bool = True
     pads: tuple[int, ...] = ()
+    matrix: tuple[int, int] | None = None
+    wide: bool = False
 
     def __repr__(self) -> str:
         grad = "".join(f" {kind} over {axis}" for axis, kind in self.grad.items())
-        return f"{[*self.shape]} {self.p}{grad}{'' if self.decay else ' no decay'}"
+        rest = f"{'' if self.decay else ' no decay'}{' fp32' if self.wide else ''}"
+        return f"{[*self.shape]} {self.p}{grad}{rest}"
+
+    def dtype_among(self, others: torch.dtype) -> torch.dtype:
+        """Its type among parameters of the type `others`.
+
+        Example:
+            >>> ParamSpec(shape=(8,), wide=True).dtype_among(torch.bfloat16)
+            torch.float32
+        """
+        return torch.promote_types(others, torch.float32) if self.wide else others
 
     @property
     def numel(self) -> int:
@@ -225,11 +250,12 @@ def init_leaf(
         seed: of the run.
         mesh: the mesh.
         coords: this rank's.
-        dtype: of the result.
+        dtype: of the parameters; of the result, unless the spec is `wide`.
 
     Returns:
         The piece, of `local_shape(spec, mesh)`; padding is zero.
     """
+    dtype = spec.dtype_among(dtype)
     grid = rng.Grid(tuple(range(a, b) for a, b in window(spec, mesh, coords)), spec.shape)
     key = rng.key(seed, "init", path)
     match spec.init.kind:

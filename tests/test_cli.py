@@ -128,7 +128,7 @@ def test_commands_import_nothing_heavy_for_help():
         (["train", "--resum"], "No such option '--resum'. Did you mean '--resume'"),
         (["train", "--resume"], "--resume needs --run-dir"),
         (["train", "parallel.cp=2"], "context parallelism is not built yet"),
-        (["train", "precision.policy=bf16"], "16-bit training is not built yet"),
+        (["train", "precision.grads=bf16"], "precision.grads is bf16 and precision.compute is"),
         (["sample", "."], "is not a run's folder: it has no config.toml"),
     ],
 )

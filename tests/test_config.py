@@ -329,8 +329,8 @@ def test_configs_are_frozen_and_hashable() -> None:
         ("parallel.ep=3", "parallel.ep is 3|not built"),
         ("parallel.etp=2", "parallel.etp is 2|not built"),
         ("parallel.sharding=optim", "parallel.sharding is optim|not built"),
-        ("precision.policy=bf16", "precision.policy is bf16|fp32 or fp64"),
-        ("precision.policy=fp16", "precision.policy is fp16|not built"),
+        ("precision.policy=bf16 precision.grads=fp16", "precision.grads is fp16|compute is bf16"),
+        ("precision.loss_scale=dynamic", "precision.loss_scale is dynamic|use none"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_with_both_numbers(

@@ -97,7 +97,7 @@ def gradient_lines(layout: Plan) -> Iterator[str]:
     yield from explain(table, note).splitlines()
     for stage in distinct_stages(layout):
         grads = layout.buffers(stage[0])
-        yield f"stage {numbers(stage)}: {len(grads.buckets)} buffers of {layout.dtype}"
+        yield f"stage {numbers(stage)}: {len(grads.buckets)} buffers of {layout.grad_dtype}"
         for bucket in grads.buckets[:BUCKETS_SHOWN]:
             first = bucket.spans[0].path
             leaves = f"{len(bucket.spans)} parameter{'s' * (len(bucket.spans) > 1)}"

@@ -120,6 +120,8 @@ def step_text(record: Record, steps: int, left_s: float) -> str:
 
 def notes(record: Record) -> Iterator[str]:
     """What else happened at a step."""
+    if record.skipped:
+        yield f"step {record.step}  skipped: gradients overflow at loss scale {record.loss_scale:g}"
     if record.val_loss is not None:
         yield f"step {record.step}  validation loss {record.val_loss:.4f}"
     if record.saved is not None:

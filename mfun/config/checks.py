@@ -39,7 +39,6 @@ def _unbuilt(config: Config) -> Iterator[str]:
         ("parallel.cp", parallel.cp, 1, "context parallelism"),
         ("parallel.ep", parallel.ep, 1, "expert parallelism"),
         ("parallel.etp", parallel.etp, (0, parallel.tp), "tensor parallelism inside experts"),
-        ("precision.policy", config.precision.policy, ("fp32", "fp64"), "16-bit training"),
     ]
     for key, value, built, what in rows:
         allowed = built if isinstance(built, tuple) else (built,)

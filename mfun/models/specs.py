@@ -72,25 +72,30 @@ def _vocabulary(config: Config) -> ParamSpec:
 
 
 def _norm(config: Config) -> Specs:
-    shape, grad = (config.model.hidden,), _replicated(config)
-    leaves = {"weight": ParamSpec(shape=shape, init=ONES, grad=grad, decay=False)}
+    how: Any = {"grad": _replicated(config), "decay": False, "wide": _wide_norms(config)}
+    leaves = {"weight": ParamSpec(shape=(config.model.hidden,), init=ONES, **how)}
     if config.model.norm == "layernorm":
-        leaves["bias"] = ParamSpec(shape=shape, init=ZEROS, grad=grad, decay=False)
+        leaves["bias"] = ParamSpec(shape=(config.model.hidden,), init=ZEROS, **how)
     return leaves
+
+
+def _wide_norms(config: Config) -> bool:
+    return config.precision.norms == "fp32"
 
 
 def _attention(config: Config) -> Specs:
     model = config.model
     d, h, k = model.hidden, model.heads, model.head_size
     if model.kv == h:
-        leaves = {"qkv": _matrix(config, (3, h, k, d))}
+        leaves = {"qkv": _matrix(config, (3, h, k, d), (2, 1))}
         leaves |= {"qkv_bias": _bias((3, h, k), P(None, "tp"))} if model.bias != "none" else {}
     else:
         leaves = _grouped(config)
     if model.qk_norm:
-        norm = ParamSpec(shape=(k,), init=ONES, grad={"tp": "partial"}, decay=False)
+        how: Any = {"grad": {"tp": "partial"}, "decay": False, "wide": _wide_norms(config)}
+        norm = ParamSpec(shape=(k,), init=ONES, **how)
         leaves |= {"q_norm": norm, "k_norm": norm}
-    leaves["out"] = _matrix(config, (d, h, k), residual=True)
+    leaves["out"] = _matrix(config, (d, h, k), (1, 2), residual=True)
     if model.bias == "all":
         leaves["out_bias"] = _bias((d,), P(), _replicated(config))
     return leaves
@@ -104,8 +109,8 @@ def _grouped(config: Config) -> Specs:
     grad: dict[AxisLike, str] = {cut.inner: "partial"} if isinstance(cut, Factor) else {}
     std = Init("normal", model.init_std)
     leaves = {
-        "q": ParamSpec(shape=(h, k, d), p=P("tp"), init=std),
-        "kv": ParamSpec(shape=(2, g, k, d), p=P(None, cut), init=std, grad=grad),
+        "q": ParamSpec(shape=(h, k, d), p=P("tp"), init=std, matrix=(2, 1)),
+        "kv": ParamSpec(shape=(2, g, k, d), p=P(None, cut), init=std, grad=grad, matrix=(2, 1)),
     }
     if model.bias != "none":
         leaves["q_bias"] = _bias((h, k), P("tp"))
@@ -119,8 +124,8 @@ def _mlp(config: Config) -> Specs:
     gates, cut = ((2,), P(None, "tp")) if model.gated else ((), P("tp"))
     std = Init("normal", model.init_std)
     leaves = {
-        "up": ParamSpec(shape=(*gates, f, d), p=cut, init=std),
-        "down": _matrix(config, (d, f), residual=True),
+        "up": ParamSpec(shape=(*gates, f, d), p=cut, init=std, matrix=(1, 1)),
+        "down": _matrix(config, (d, f), (1, 1), residual=True),
     }
     if model.bias == "all":
         leaves["up_bias"] = _bias((*gates, f), cut)
@@ -128,11 +133,13 @@ def _mlp(config: Config) -> Specs:
     return leaves
 
 
-def _matrix(config: Config, shape: tuple[int, ...], *, residual: bool = False) -> ParamSpec:
+def _matrix(
+    config: Config, shape: tuple[int, ...], matrix: tuple[int, int], *, residual: bool = False
+) -> ParamSpec:
     """A matrix whose second dim is cut over tp; what writes to the residual stream starts small."""
     model = config.model
     std = model.init_std / math.sqrt(2 * model.layers) if residual else model.init_std
-    return ParamSpec(shape=shape, p=P(None, "tp"), init=Init("normal", std))
+    return ParamSpec(shape=shape, p=P(None, "tp"), init=Init("normal", std), matrix=matrix)
 
 
 def _bias(shape: tuple[int, ...], p: P, grad: Mapping[AxisLike, str] | None = None) -> ParamSpec:

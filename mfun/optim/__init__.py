@@ -5,8 +5,11 @@ from mfun.optim.build import build, build_schedule, learning_rate
 from mfun.optim.clip import clip_by_global_norm, clip_by_value
 from mfun.optim.decay import add_decayed_weights, scale_by_learning_rate
 from mfun.optim.groups import Groups, Multipliers, groups_of
+from mfun.optim.layout import Matrices, matrices_of
 from mfun.optim.lion import lion, scale_by_lion
-from mfun.optim.masters import with_masters, without_masters
+from mfun.optim.masters import Words, with_masters, without_masters
+from mfun.optim.muon import Matrix, muon, orthogonalise, scale_by_muon
+from mfun.optim.precision import with_precision
 from mfun.optim.scaler import (
     LossScale,
     constant_scale,
@@ -23,6 +26,7 @@ from mfun.optim.transform import (
     Transform,
     apply_updates,
     named_chain,
+    partition,
     restore_state,
     state_scalars,
     state_tensors,
@@ -33,10 +37,13 @@ __all__ = [
     "Groups",
     "Leaves",
     "LossScale",
+    "Matrices",
+    "Matrix",
     "Multipliers",
     "Schedule",
     "State",
     "Transform",
+    "Words",
     "adamw",
     "add_decayed_weights",
     "apply_updates",
@@ -54,11 +61,16 @@ __all__ = [
     "linear",
     "lion",
     "loss_scale",
+    "matrices_of",
+    "muon",
     "named_chain",
+    "orthogonalise",
+    "partition",
     "restore_state",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_muon",
     "sgd",
     "state_scalars",
     "state_tensors",
@@ -67,6 +79,7 @@ __all__ = [
     "unscale_",
     "with_loss_scale",
     "with_masters",
+    "with_precision",
     "without_masters",
     "wsd",
 ]

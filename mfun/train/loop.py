@@ -19,7 +19,7 @@ from mfun import checkpoint
 from mfun.checkpoint import CheckpointError
 from mfun.comm import finish
 from mfun.comm.process import ProcessWorld, distribute
-from mfun.config import Config
+from mfun.config import Config, PrecisionConfig
 from mfun.grads import needed_groups
 from mfun.train import metrics, saving
 from mfun.train.feed import Feed, feed
@@ -45,6 +45,8 @@ class Record(NamedTuple):
         saved: the checkpoint written after the update, if any.
         stopped: name of the signal after which this is the last step.
         state: after the update; its tensors are overwritten by the next step.
+        loss_scale: of this step, None where the loss is not scaled.
+        skipped: whether a gradient overflowed and so nothing was updated.
     """
 
     step: int
@@ -58,13 +60,17 @@ class Record(NamedTuple):
     saved: Path | None
     stopped: str | None
     state: State
+    loss_scale: float | None = None
+    skipped: bool = False
 
     def row(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
-        return {key: getattr(self, key) for key in ROW}
+        keys = ROW if self.loss_scale is None else (*ROW, *SCALED)
+        return {key: getattr(self, key) for key in keys}
 
 
 ROW = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_ms")
+SCALED = ("loss_scale", "skipped")
 
 
 @attrs.frozen(eq=False)
@@ -208,15 +214,27 @@ def _advance(job: Job, state: State) -> tuple[State, Record]:
     job.stop.pace(seconds)
     record = _record(state, done, seconds, _stopped(job))
     _write(job, record)
-    _refuse_non_finite(record)
+    _refuse_non_finite(record, job.config.precision)
     record = record._replace(val_loss=_evaluate(job, record), saved=_save(job, record))
     job.stop.pace(seconds)
     return state, record
 
 
-def _refuse_non_finite(record: Record) -> None:
-    """After such a step every weight is lost; a checkpoint of it would push out a good one."""
-    if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+def _refuse_non_finite(record: Record, precision: PrecisionConfig) -> None:
+    """After such a step every weight is lost; a checkpoint of it would push out a good one.
+
+    A skipped step has lost nothing, and the next one has a lower loss scale, if there is one.
+    """
+    if record.skipped and precision.scaling == "dynamic" and record.loss_scale is not None:
+        if record.loss_scale <= precision.min_scale:
+            raise RunError(
+                f"gradients overflow at the lowest loss scale, precision.min_scale = "
+                f"{precision.min_scale:g}, so training ends; lower it or optim.lr, or use "
+                "precision.policy=bf16"
+            )
+    elif not record.skipped and not (
+        math.isfinite(record.loss) and math.isfinite(record.grad_norm)
+    ):
         raise RunError(
             f"loss is {record.loss} and grad_norm {record.grad_norm}, so training ends and nothing "
             "of this step is saved; start a new run with a lower optim.lr, a longer optim.warmup "
@@ -246,6 +264,8 @@ def _record(state: State, done: Metrics, seconds: float, stopped: str | None) ->
         saved=None,
         stopped=stopped,
         state=state,
+        loss_scale=done.loss_scale,
+        skipped=done.skipped,
     )
 
 

@@ -11,22 +11,21 @@ import torch
 
 from mfun import config as cfg
 from mfun import optim, tree
-from mfun.config import Config
+from mfun.config import Config, ConfigError
 from mfun.flat import Bucket
 from mfun.grads import GradBuffers, Reduction, lay_out, reductions
 from mfun.mesh import Mesh
 from mfun.models.gpt import Head, gpt
 from mfun.pipeline.stage import Stage, cut
-from mfun.schedule import B, Checked, Compute, Extras, I, Op, Sizes, W, dress
+from mfun.schedule import B, Checked, Compute, Extras, I, Op, ScheduleError, Sizes, W, dress
 from mfun.schedule import plan as plan_schedule
 from mfun.schedule.ops import AnyOp
 from mfun.schedule.table import Generate
-from mfun.spec import ParamSpec
+from mfun.spec import DTYPES, ParamSpec
 from mfun.train.extras import apart, bucket_size, extras
 
 Streams = tuple[Checked[Op], ...]
 Dressed = tuple[Checked[AnyOp], ...]
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @attrs.frozen(eq=False)
@@ -49,8 +48,18 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters, activations and gradients."""
-        return DTYPES[self.config.precision.policy]
+        """Of parameters; see `ParamSpec.dtype_among` for each."""
+        return DTYPES[self.config.precision.formats.params]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of activations and messages, and of parameters where they are used."""
+        return DTYPES[self.config.precision.formats.compute]
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of gradients."""
+        return DTYPES[self.config.precision.formats.grads]
 
     @property
     def specs(self) -> dict[str, ParamSpec]:
@@ -112,7 +121,7 @@ class Plan:
             self.stages[stage].specs,
             self.table,
             self.buckets(stage),
-            self.dtype,
+            self.grad_dtype,
             lead=lead,
             device=device,
             sharded=self.sharded,
@@ -156,11 +165,24 @@ def plan(config: Config, head: Head = "loss") -> Plan:
 
 
 def dressed(layout: Plan) -> Dressed:
-    """The streams of a plan with what the configuration asks for besides the schedule."""
+    """The streams of a plan with what the configuration asks for besides the schedule.
+
+    Raises:
+        ConfigError: fewer activations on the device than a schedule works with.
+    """
     asked = [extras(layout.config, stage, layout.buffers(stage.index)) for stage in layout.stages]
     if all(one == Extras() for one in asked):
         return layout.streams
-    return dress(streams(layout.config), asked)
+    try:
+        return dress(streams(layout.config), asked)
+    except ScheduleError as error:
+        depth, name = layout.config.parallel.offload, cfg.schedule_name(layout.config)
+        if depth:
+            raise ConfigError(
+                f"parallel.offload is {depth} and the schedule is {name}: {error}; use a larger "
+                "number, or 0 to keep all"
+            ) from error
+        raise
 
 
 def forward_streams(layout: Plan, microbatches: int) -> Dressed:

@@ -91,7 +91,9 @@ def _like(trainer: Trainer) -> State:
     plan = trainer.plan
 
     def empty(spec: ParamSpec) -> Tensor:
-        return torch.empty(local_shape(spec, plan.mesh), dtype=plan.dtype, device="meta")
+        return torch.empty(
+            local_shape(spec, plan.mesh), dtype=spec.dtype_among(plan.dtype), device="meta"
+        )
 
     params = tree.map(empty, trainer.stage.specs)
     return State(0, params, build_optimizer(plan).init(tree.flatten(params)))

@@ -20,8 +20,9 @@ from mfun.grads import (
 )
 from mfun.pipeline import executor
 from mfun.pipeline.executor import Program
-from mfun.spec import init_params
+from mfun.spec import ParamSpec, init_params
 from mfun.train.plan import Plan, forward_streams
+from mfun.train.rounding import words_by_path, words_by_shard
 from mfun.train.shards import by_shard, flat_params
 
 Batch = Mapping[str, Tensor]
@@ -30,8 +31,9 @@ Batch = Mapping[str, Tensor]
 class State(NamedTuple):
     """All that changes during a run; it changes by being replaced.
 
-    `step` counts finished updates, `params` is the stage's tree, `opt` the optimizer's state. The
-    dropout key and the data position are functions of the configuration and `step`.
+    `step` counts the batches taken, `params` is the stage's tree, `opt` the optimizer's state; its
+    own count of updates leaves skipped ones out. The dropout key and the data position are
+    functions of the configuration and `step`.
     """
 
     step: int
@@ -40,26 +42,64 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """A step's numbers, the same on every rank."""
+    """A step's numbers, the same on every rank.
+
+    Args:
+        loss, grad_norm: before the update; the norm is of gradients that the loss scale is out of.
+        lr: of the update, or where it was skipped of the last one.
+        tokens: that counted in the loss.
+        loss_scale: of this step, None where the loss is not scaled.
+        skipped: whether a gradient overflowed and so nothing was updated.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
-def build_optimizer(plan: Plan, shards_of: int | None = None) -> optim.Transform:
+class Gradients(NamedTuple):
+    """What a step's backward gives; the numbers are of shape `world.lead` and equal on all ranks.
+
+    Args:
+        leaves: the optimizer's: by path, or this rank's shards (`by_path` makes them whole). They
+            are overwritten by the next call.
+        loss, norm, tokens: of the global batch; the norm is that of all gradients.
+        overflow: whether some rank has a gradient that is not finite, where the loss is scaled.
+    """
+
+    leaves: dict[str, Tensor]
+    loss: Tensor
+    norm: Tensor
+    tokens: Tensor
+    overflow: bool
+
+
+def build_optimizer(
+    plan: Plan,
+    shards_of: int | None = None,
+    words: optim.Words | None = None,
+    world: World | None = None,
+) -> optim.Transform:
     """The optimizer of a plan for leaves by path, or for the shards of a stage.
 
     Args:
         plan: the layout.
         shards_of: the stage; the parameters of a bucket have equal multipliers.
+        words: random ones for rounding; only a state's shapes need none.
+        world: to make cut matrices whole; only a state's shapes need none.
     """
     groups = plan.groups
     if shards_of is not None:
         buckets = plan.buckets(shards_of)
         groups = {shard_name(i): groups[bucket.spans[0].path] for i, bucket in enumerate(buckets)}
-    return optim.build(plan.config.optim, plan.config.train.steps, groups)
+    config = plan.config
+    matrices = optim.matrices_of(plan.specs, world)
+    optimizer = optim.build(config.optim, config.train.steps, groups, matrices)
+    key = rng.key(config.train.seed, "rounding")
+    return optim.with_precision(optimizer, config.precision, key=key, words=words)
 
 
 class Trainer:
@@ -73,7 +113,10 @@ class Trainer:
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
         self.stage = plan.stages[world.stage]
-        self.optimizer = build_optimizer(plan, self.stage.index if plan.sharded else None)
+        shards_of, words = (
+            (self.stage.index, words_by_shard) if plan.sharded else (None, words_by_path)
+        )
+        self.optimizer = build_optimizer(plan, shards_of, words(plan, world), world)
         self.grads: GradBuffers | None = None
         self.flat: ParamBuffers | None = None
 
@@ -123,19 +166,12 @@ class Trainer:
             self.grads = self.plan.buffers(self.stage.index, self.world.lead, device)
         return self.grads
 
-    def gradients(
-        self, state: State, batches: Sequence[Batch]
-    ) -> Waits[tuple[dict[str, Tensor], Tensor, Tensor, Tensor]]:
+    def gradients(self, state: State, batches: Sequence[Batch]) -> Waits[Gradients]:
         """Loss, gradients, their norm and the number of valid tokens.
 
         Args:
             state: where to differentiate.
             batches: this rank's microbatches.
-
-        Returns:
-            (gradients as the optimizer's leaves: by path, or this rank's shards (`by_path` makes
-            them whole); they are overwritten by the next call; loss; norm; tokens), the numbers of
-            shape `world.lead` and equal on all ranks.
         """
         config, grads = self.plan.config, self.buffers(state.params)
         scale, tokens = yield from seeds(
@@ -145,13 +181,26 @@ class Trainer:
         key = rng.key(config.train.seed, "dropout", state.step) if model.dropout else None
         program = self._program(state)
         stream = self.plan.streams[self.stage.index]
-        sums = yield from executor.train_step(program, stream, batches, scale, grads, key)
+        factor = optim.loss_scale(state.opt)
+        scaled = [factor * seed for seed in scale]
+        sums = yield from executor.train_step(program, stream, batches, scaled, grads, key)
         yield from finalize_steps(self.world, grads)
+        overflow = yield from self._unscaled(grads, factor)
         norm = yield from global_norm(self.world, grads)
         loss = yield from self._total(sums, scale)
-        if not grads.sharded:
-            return grads.views, loss, norm, tokens
-        return {shard_name(i): x for i, x in grads.shards.items()}, loss, norm, tokens
+        shards = {shard_name(i): x for i, x in grads.shards.items()}
+        return Gradients(shards if grads.sharded else grads.views, loss, norm, tokens, overflow)
+
+    def _unscaled(self, grads: GradBuffers, scale: float) -> Waits[bool]:
+        """Divide by the loss scale; whether any rank of any stage has what is not finite."""
+        if self.plan.config.precision.scaling == "none":
+            return False
+        found = optim.unscale_([*grads.finished().values()], scale)
+        found = found.expand(self.world.lead).clone()
+        for axes in (("tp",), ("dp", "cp")):
+            everywhere = tuple(range(self.plan.mesh.pp))
+            found = yield from self.world.all_reduce(found, axes, everywhere, op="max")
+        return _number(found) > 0
 
     def step(
         self, state: State, batches: Sequence[Batch], *, donate: bool = True
@@ -166,15 +215,20 @@ class Trainer:
         Returns:
             The new state and its metrics.
         """
-        grads, loss, norm, tokens = yield from self.gradients(state, batches)
+        grads, loss, norm, tokens, overflow = yield from self.gradients(state, batches)
         leaves = self._leaves(state.params)
-        new, opt = self.optimizer.update(grads, state.opt, leaves, norm=norm, donate=donate)
+        new, opt = self.optimizer.update(
+            grads, state.opt, leaves, norm=norm, donate=donate, overflow=overflow
+        )
         params = yield from self._gathered(new, donate)
+        scaling = self.plan.config.precision.scaling
         metrics = Metrics(
             loss=_number(loss),
             grad_norm=_number(norm),
             lr=optim.learning_rate(opt),
             tokens=int(_number(tokens)),
+            loss_scale=None if scaling == "none" else optim.loss_scale(state.opt),
+            skipped=overflow,
         )
         return State(state.step + 1, params, opt), metrics
 
@@ -205,7 +259,8 @@ class Trainer:
         """Processes take first derivatives of plain tensors; the mailbox runs under vmap."""
         kind = "any" if self.world.lead else "first"
         if not self.plan.shards_params:
-            return Program(self.world, self.stage, state.params, derivatives=kind)
+            params = tree.map(self._computed, self.stage.specs, state.params)
+            return Program(self.world, self.stage, params, derivatives=kind)
         if self.flat is None:
             self.flat = flat_params(self.plan, self.world, next(iter(state.params.values())))
             for bucket in self.flat.buckets:
@@ -219,6 +274,10 @@ class Trainer:
             flat=self.flat,
             shards=state.params,
         )
+
+    def _computed(self, spec: ParamSpec, x: Tensor) -> Tensor:
+        """A parameter as layers use it: itself, or a copy of fewer bits."""
+        return x.to(spec.dtype_among(self.plan.compute_dtype))
 
     def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[dict[int, Message]]:
         program = self._program(state)
