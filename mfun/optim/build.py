@@ -8,13 +8,20 @@ from mfun.config import OptimConfig
 from mfun.optim.adam import adamw
 from mfun.optim.clip import clip_by_global_norm, clip_by_value
 from mfun.optim.groups import Groups
+from mfun.optim.layout import Matrices
 from mfun.optim.lion import lion
+from mfun.optim.muon import muon
 from mfun.optim.schedule import Schedule, constant, cosine, inverse_sqrt, linear, wsd
 from mfun.optim.sgd import sgd
 from mfun.optim.transform import State, Transform, named_chain, state_scalars
 
 
-def build(config: OptimConfig, steps: int, groups: Groups | None = None) -> Transform:
+def build(
+    config: OptimConfig,
+    steps: int,
+    groups: Groups | None = None,
+    matrices: Matrices | None = None,
+) -> Transform:
     """The terminal transform of a configuration: a chain of clipping and the optimizer.
 
     Args:
@@ -22,8 +29,11 @@ def build(config: OptimConfig, steps: int, groups: Groups | None = None) -> Tran
       steps: updates of the run, the end of the schedule where `optim.decay_steps` is 0.
       groups: leaf -> (lr, decay) multipliers as from `groups_of`, or whether the leaf decays; None
         decays all. A leaf may be any tensor: a parameter, a shard, a flat bucket.
+      matrices: the leaves that Muon moves, and how they are made whole; other optimizers take no
+        notice.
     Returns: a terminal transform. Its state has the names "clip" and "clip_value" (absent where
       they are 0) and `optim.name`; `learning_rate` reads from it.
+    Raises: ValueError for Muon without `matrices`.
     Example:
       >>> import torch
       >>> opt = build(OptimConfig(lr=0.1, warmup=2), steps=10)
@@ -39,11 +49,13 @@ def build(config: OptimConfig, steps: int, groups: Groups | None = None) -> Tran
         blocks["clip"] = clip_by_global_norm(config.clip)
     if config.clip_value:
         blocks["clip_value"] = clip_by_value(config.clip_value)
-    blocks[config.name] = _optimizer(config, build_schedule(config, steps), groups)
+    blocks[config.name] = _optimizer(config, build_schedule(config, steps), groups, matrices)
     return named_chain(**blocks)
 
 
-def _optimizer(config: OptimConfig, rate: Schedule, groups: Groups | None) -> Transform:
+def _optimizer(
+    config: OptimConfig, rate: Schedule, groups: Groups | None, matrices: Matrices | None
+) -> Transform:
     common: dict[str, Any] = {"weight_decay": config.weight_decay, "groups": groups}
     betas = {"b1": config.b1, "b2": config.b2}
     match config.name:
@@ -53,7 +65,14 @@ def _optimizer(config: OptimConfig, rate: Schedule, groups: Groups | None) -> Tr
             return sgd(rate, momentum=config.momentum, **common)
         case "lion":
             return lion(rate, **betas, **common)
-    raise ValueError(f"optim.name: {config.name!r} is not adamw, sgd or lion")
+        case "muon":
+            if matrices is None:
+                raise ValueError(
+                    "build: optim.name is muon; say by `matrices` which leaves it moves"
+                )
+            numbers = {"momentum": config.momentum, "steps": config.ns_steps, "eps": config.eps}
+            scale = config.muon_scale
+            return muon(rate, **matrices._asdict(), **betas, **numbers, scale=scale, **common)
 
 
 def build_schedule(config: OptimConfig, steps: int) -> Schedule:
@@ -85,20 +104,20 @@ def build_schedule(config: OptimConfig, steps: int) -> Schedule:
 
 
 def learning_rate(state: State) -> float:
-    """The learning rate that the last update used, read out of an optimizer's state.
+    """The learning rate that the last update used, without multipliers, out of a state.
 
     Args:
-      state: of a chain that holds one optimizer or `scale_by_learning_rate`.
+      state: of a transform whose parts use one learning rate.
     Returns: a float; 0.0 before the first update.
-    Raises: ValueError if the state holds no learning rate, or several.
+    Raises: ValueError if the state holds no learning rate, or several that differ.
     Example:
       >>> learning_rate({"sgd": {"count": 3, "lr": 0.25}})
       0.25
     """
     rates = {p: x for p, x in state_scalars(state).items() if p.split(".")[-1] == "lr"}
-    if len(rates) != 1:
+    if len({*rates.values()}) != 1:
         raise ValueError(
-            f"learning_rate: the state holds {len(rates)} learning rates ({list(rates)}), not one; "
+            f"learning_rate: the state holds {len(rates)} learning rates ({rates}), not one; "
             "read the one you mean by its path"
         )
     return float(next(iter(rates.values())))

@@ -136,7 +136,7 @@ def _lists(
     torch._foreach_lerp_(m, u, 1 - b2)
 
 
-TILE = 1 << 17
+TILE = 1 << 18
 """Elements of a piece that a CPU's cache holds with its fellows."""
 
 

@@ -88,6 +88,44 @@ def named_chain(**transforms: Transform) -> Transform:
     return Transform(init, update)
 
 
+def partition(label: Callable[[str], str], **transforms: Transform) -> Transform:
+    """Each leaf to the transform that its label names; the state is a dict of their states.
+
+    Args:
+      label: leaf -> one of the names.
+      transforms: all terminal, or none.
+    Returns: a transform, terminal if these are.
+    Raises: KeyError for a label that names none; ValueError as `check_match`.
+    Example:
+      >>> from mfun.optim import sgd
+      >>> opt = partition(lambda path: path[0], a=sgd(0.5, momentum=0.0), b=sgd(0.0, momentum=0.0))
+      >>> params = {"a.w": torch.ones(1), "b.w": torch.ones(1)}
+      >>> opt.update(params, opt.init(params), params)[0]
+      {'a.w': tensor([0.5000]), 'b.w': tensor([1.])}
+
+    Source: optax `partition`.
+    """
+
+    def parts(leaves: Leaves) -> dict[str, Leaves]:
+        out: dict[str, Leaves] = {name: {} for name in transforms}
+        for path, x in leaves.items():
+            out[label(path)][path] = x
+        return out
+
+    def init(params: Leaves) -> State:
+        return {name: transforms[name].init(part) for name, part in parts(params).items()}
+
+    def update(updates: Leaves, state: State, params: Leaves, **extra: Any) -> tuple[Leaves, State]:
+        check_match("partition", updates, params)
+        new, done, given = {}, {}, parts(updates)
+        for name, part in parts(params).items():
+            out, new[name] = transforms[name].update(given[name], state[name], part, **extra)
+            done |= out
+        return {path: done[path] for path in params}, new
+
+    return Transform(init, update)
+
+
 def terminal(transform: Transform) -> Transform:
     """The transform that returns params + updates in place of the updates.
 
