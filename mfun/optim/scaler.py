@@ -156,7 +156,7 @@ def with_loss_scale(transform: Transform, rule: LossScale) -> Transform:
       >>> params = {"w": torch.tensor([1.0])}
       >>> bad = {"w": torch.tensor([float("inf")])}
       >>> params, state = opt.update(bad, opt.init(params), params, overflow=True)
-      >>> params["w"], loss_scale(state), state["inner"]["schedule"]["count"]
+      >>> params["w"], loss_scale(state), state["inner"]["count"]
       (tensor([1.]), 4.0, 0)
 
     Source: Megatron-LM's MixedPrecisionOptimizer.step.
