@@ -101,6 +101,10 @@ class WeightGrads:
         """
         return self._take(w, partial(_add_scaled, dw, by))
 
+    def knows(self, x: Tensor) -> bool:
+        """Whether a tensor is a weight put together of parameters, which it finds by its memory."""
+        return x.is_contiguous() and place(x) in self._stacked
+
     def takes(self, w: Tensor) -> bool:
         """Whether the gradient of w would be taken in a backward of first order."""
         return w.is_contiguous() and place(w) in self._paths

@@ -9,6 +9,7 @@ in where the stream says. Nothing else happens in a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import attrs
@@ -21,6 +22,7 @@ from mfun.comm.world import Message, Waits, World
 from mfun.grads import GradBuffers, ParamBuffers, shard_name, start_reduce
 from mfun.nn.layer import Ctx, Layer
 from mfun.nn.weight_grads import Paths, WeightGrads, paths_by_memory
+from mfun.pipeline.offload import Place, Shelf, without_input
 from mfun.pipeline.pullback import Linearize, Pull, autograd_layer
 from mfun.pipeline.stage import Stage
 from mfun.rng import Key
@@ -39,7 +41,7 @@ from mfun.schedule import (
     needs,
 )
 from mfun.schedule import batches as batches_of
-from mfun.schedule.ops import AnyOp, Gather, Recompute, Reduce, Release
+from mfun.schedule.ops import AnyOp, Gather, Offload, Recompute, Reduce, Release, Reload
 
 Batch = Mapping[str, Tensor]
 
@@ -143,6 +145,7 @@ def train_step(
     flights: dict[tuple[int, int], _Flight] = {}
     losses: dict[int, Tensor] = {}
     again = {(op.mb, op.chunk, op.layer) for op in stream if isinstance(op, Recompute)}
+    away = {(op.mb, op.chunk) for op in stream if isinstance(op, Offload)}
     mail = _Mail(program, [_sizes(b) for b in batches])
     for op in batches_of(stream):
         match op:
@@ -151,7 +154,10 @@ def train_step(
             case F(mb, chunk):
                 _check_microbatch(mb, batches)
                 virtual, layers = stage.virtual(chunk), stage.chunks[chunk]
-                flight = flights.setdefault((mb, chunk), _Flight(grads, paths, len(layers)))
+                if not op.layer:
+                    leaves = (mb, chunk) in away
+                    flights[mb, chunk] = _Flight(grads, paths, len(layers), leaves)
+                flight = flights[mb, chunk]
                 if not op.layer:
                     flight.value = yield from mail.incoming(needs(op, virtual, place))
                 for i in _layers(op, len(layers)):
@@ -186,6 +192,8 @@ def train_step(
                 for i in _layers(op, len(flight.layers)):
                     yield from program.ready(stage.chunks[chunk][i], paths)
                     flight.again(i, program, stage.chunks[chunk][i], batches[mb], key)
+            case Offload(mb, chunk) | Reload(mb, chunk):
+                flights[mb, chunk].move(op)
             case Reduce(bucket):
                 start_reduce(program.world, grads, bucket)
             case Gather() | Release():
@@ -210,12 +218,33 @@ class _Layer:
         pull: until the backward to the inputs.
         x: the input, where the forward is run again for the backward.
         kept: gradients that wait for W, without a sink.
+        shelf: where what the pullback needs and x are, if they go to the host.
     """
 
     sink: WeightGrads | None
     pull: Pull | None = None
-    x: Message = attrs.field(factory=dict)
+    x: dict[str, Tensor | Place] = attrs.field(factory=dict)
     kept: dict[str, Tensor | None] = attrs.field(factory=dict)
+    shelf: Shelf | None = None
+
+    def saving(self, params: Any, batch: Batch) -> AbstractContextManager[None]:
+        """Put what autograd saves on the shelf, but for parameters and the batch."""
+        if self.shelf is None:
+            return nullcontext()
+        stay = (*tree.flatten(params).values(), *batch.values())
+        known = (lambda x: False) if self.sink is None else self.sink.knows
+        return self.shelf.saving(stay, known)
+
+    def keep(self, x: Message) -> None:
+        """Keep the input only."""
+        self.x = {**x} if self.shelf is None else {k: self.shelf.put(v) for k, v in x.items()}
+
+    def take(self) -> Message:
+        """The input, which is let go of."""
+        get = (self.shelf or Shelf()).get
+        x = {name: get(value) for name, value in self.x.items()}
+        self.x, self.shelf = {}, None
+        return x
 
 
 class _Flight:
@@ -225,13 +254,20 @@ class _Flight:
         grads: where gradients go.
         paths: of parameters by memory, or None where their gradients come out of the pullbacks.
         count: layers of the chunk.
+        leaves: what is kept goes to the host for a while.
     """
 
-    def __init__(self, grads: GradBuffers, paths: Paths | None, count: int) -> None:
+    def __init__(
+        self, grads: GradBuffers, paths: Paths | None, count: int, leaves: bool = False
+    ) -> None:
         self._grads = grads
         self.value: Message = {}
         self.layers = [
-            _Layer(None if paths is None else WeightGrads(paths, grads.claim)) for _ in range(count)
+            _Layer(
+                None if paths is None else WeightGrads(paths, grads.claim),
+                shelf=Shelf() if leaves else None,
+            )
+            for _ in range(count)
         ]
 
     def take(self) -> Message:
@@ -253,17 +289,20 @@ class _Flight:
         own, x = self.layers[i], self.value
         apply, params = program.layer(layer, batch, key, own.sink), program.own(layer)
         if keep:
-            self.value, own.pull = program.linearize(apply, params, x)
+            if own.shelf is not None:
+                apply, x = without_input(apply, x)
+            with own.saving(params, batch):
+                self.value, own.pull = program.linearize(apply, params, x)
         else:
-            self.value, own.x = apply(params, x), x
+            own.keep(x)
+            self.value = apply(params, x)
 
     @torch.no_grad()
     def again(self, i: int, program: Program, layer: Layer, batch: Batch, key: Key | None) -> None:
         """Run layer i again from its input, with the same keys and bits."""
         own = self.layers[i]
         apply = program.layer(layer, batch, key, own.sink)
-        _, own.pull = program.linearize(apply, program.own(layer), own.x)
-        own.x = {}
+        _, own.pull = program.linearize(apply, program.own(layer), own.take())
 
     def backward(self, i: int, later: bool) -> None:
         """Pull the value back through layer i; weights' gradients now, or kept for `weights`."""
@@ -273,10 +312,17 @@ class _Flight:
         if layer.sink is not None:
             layer.sink.later = later
         grads, self.value = pull(self.value)
+        layer.shelf = None
         if later and layer.sink is None:
             layer.kept = grads
         else:
             self._grads.add(grads)
+
+    def move(self, op: Offload | Reload) -> None:
+        """All that is kept, to the host or back."""
+        for layer in self.layers:
+            assert layer.shelf is not None, "a stream that was checked reloads what it needs"
+            layer.shelf.offload() if isinstance(op, Offload) else layer.shelf.reload()
 
     def weights(self, i: int) -> None:
         """Add what layer i has kept."""
