@@ -67,9 +67,7 @@ def _optimizer(
             return lion(rate, **betas, **common)
         case "muon":
             if matrices is None:
-                raise ValueError(
-                    "build: optim.name is muon; say by `matrices` which leaves it moves"
-                )
+                raise ValueError("build: optim.name is muon; give `matrices`, the leaves it moves")
             numbers = {"momentum": config.momentum, "steps": config.ns_steps, "eps": config.eps}
             scale = config.muon_scale
             return muon(rate, **matrices._asdict(), **betas, **numbers, scale=scale, **common)
