@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
+import torch
+
+from mfun.pipeline import mailbox
+from mfun.pipeline.executor import _Flight
+from mfun.pipeline.offload import Shelf
 from mfun.schedule import (
     AnyOp,
     B,
@@ -29,14 +35,18 @@ from mfun.schedule import (
     with_reduce,
 )
 from mfun.schedule.collective_check import Names
-from tests.properties import Broken, named, refused
+from mfun.train.extras import extras, recomputed
+from mfun.train.plan import plan as plan_run
+from mfun.train.step import Trainer
+from mfun.verify.batches import rank_batches
+from tests.properties import Broken, named, refused, small
 
 ONE = frozenset({(0, 0)})
 EACH = [{(0, 1)}, {(0, 0)}]
 STEP, SHARDED = Extras(reduce=(ONE,)), Extras(gather=(ONE,))
 
 
-def _same(what: str, ops: Iterable[AnyOp], want: str) -> None:
+def _same(what: str, ops: Iterable[AnyOp | str], want: str) -> None:
     if (have := " ".join(map(str, ops))) != want:
         raise Broken(f"{what}: {have}, not {want}")
 
@@ -94,8 +104,73 @@ def bad_extras() -> None:
         "a batch of messages that is parted": (STEP, [B(0), send, Reduce(0), recv]),
         "an op that nobody asked for": (Extras(), [Gather(0)]),
     }
-    for what, (extras, ops) in wrong.items():
-        refused(what, ScheduleError, lambda o=ops, e=extras: check_extras([o], [e]))
+    for what, (asked, ops) in wrong.items():
+        refused(what, ScheduleError, lambda o=ops, e=asked: check_extras([o], [e]))
     apart = [[Reduce(0), Reduce(1)], [Reduce(1), Reduce(0)]]
     names: list[Names] = [{(Reduce, 0): "a", (Reduce, 1): "b"}] * 2
     refused("another order on one member", ScheduleError, lambda: check_order(apart, names))
+
+
+# ---------------------------------------------------------------------- what configurations ask for
+
+
+@named
+def tied_are_named() -> None:
+    """a bucket that is tied over stages is joined, under one name and in one order on all."""
+    config = small("pp=2 layers=2 tied=true parallel.overlap=true bucket_size=100")
+    layout = plan_run(config)
+    asked = [extras(config, stage, layout.buffers(stage.index)) for stage in layout.stages]
+    names = [[name for _, name in one.joined] for one in asked]
+    if names != [["embed.tokens"]] * 2:
+        raise Broken(f"joined are {names}")
+
+
+def again(settings: str) -> list[str]:
+    """The names of the layers that run again on one stage."""
+    config = small(settings)
+    (stage,) = plan_run(config).stages
+    which = recomputed(config, stage)
+    assert which is not None and which != "full"
+    return [stage.chunks[chunk][i].name for chunk, i in sorted(which)]
+
+
+@named
+def first_blocks() -> None:
+    """recompute=first counts blocks."""
+    _same("the first", again("layers=2 recompute=first recompute_layers=1"), "blocks.0")
+
+
+@named
+def attention_halves() -> None:
+    """recompute=selective is the attention half of every block."""
+    _same("halves", again("layers=2 recompute=selective"), "blocks.0.attn blocks.1.attn")
+
+
+@named
+def parameters_stay() -> None:
+    """only what a layer has made goes to the host."""
+    shelf, w = Shelf(), torch.ones(2, requires_grad=True)
+    with shelf.saving([w]):
+        y = (3 * w * w).exp()
+    moved = sum(x.numel() for x in shelf._bytes)
+    if moved != 2 * y.nbytes:  # 3 w and the exponential
+        raise Broken(f"{moved} bytes are moved, not {2 * y.nbytes}")
+
+
+@named
+def inputs_leave() -> None:
+    """a layer's input has no memory on the device once it was offloaded."""
+    layout = plan_run(small("layers=2 microbatches=1 global_batch=1"))
+    world = mailbox.worlds(layout.mesh, plain=True)[0]
+    trainer = Trainer(layout, world)
+    state = trainer.init()
+    run, layer = trainer._program(state), layout.stages[0].chunks[0][1]
+    batch = rank_batches(layout.config, {"dp": 0, "cp": 0}, 0)[0]
+    flight = _Flight(trainer.buffers(state.params), run.paths(), 1, leaves=True)
+    flight.value = {"h": torch.randn(1, 6, 8, dtype=torch.float64)}
+    gone: list[bool] = []
+    weakref.finalize(flight.value["h"].untyped_storage(), gone.append, True)
+    flight.forward(0, run, layer, batch, None)
+    flight.move(Offload(0))
+    if not gone:
+        raise Broken("the input is still on the device")

@@ -55,6 +55,8 @@ WINDOW = train("sliding_window=2 position=none")
 PACKED = train("packed=true")
 PACKED_SEQUENCE = train("tp=2 packed=true sequence_parallel=true")
 RECOMPUTE = train("dropout=0.2 recompute=full")
+OVERLAP = train("pp=2 layers=2 dp=2 parallel.overlap=true bucket_size=100 tied=true", "threads")
+OFFLOAD = train("layers=2 parallel.schedule=gpipe offload=1", "plain")
 ADAM = train("steps=3 lr=0.1 weight_decay=0.5 bias=all")
 CLIP = train("tp=2 pp=2 layers=2 clip=0.05")
 SGD = train("name=sgd steps=3 clip=0.05 weight_decay=0.5")
@@ -700,8 +702,8 @@ NORMALISATION = (
         edit(
             "pipeline.executor:evaluate",
             (
-                "program.layer(layer, batches[mb], None)",
-                'program.layer(layer, batches[mb], Key(0, ("dropout", 0)))',
+                "program.layer(layers[i], batches[mb], None)",
+                'program.layer(layers[i], batches[mb], Key(0, ("dropout", 0)))',
             ),
         ),
         holds.evaluation,
@@ -2035,6 +2037,68 @@ STREAMS = (
         inserted.bad_extras,
         "another order on one member",
         "a bad order would hang on a cluster instead",
+    ),
+    Fault(
+        "a bucket is complete with its first leaf",
+        edit(
+            "train.extras:bucket_layers",
+            ("{span.path for span in bucket.spans}", "{bucket.spans[0].path}"),
+        ),
+        OVERLAP,
+        "Reduce is early",
+        "the last gradients of a bucket are on one rank only",
+    ),
+    Fault(
+        "tied buckets are reduced when each stage has them",
+        edit("train.extras:extras", ("joined=() if grads.release else", "joined=() and")),
+        inserted.tied_are_named,
+        "joined",
+        "stages wait for each other's embedding for ever",
+    ),
+    Fault(
+        "the embedding counts among the first blocks",
+        edit("train.extras:recomputed", ('if layer.name.startswith("blocks.")', "")),
+        inserted.first_blocks,
+        "blocks.0",
+        "the numbers are right, the memory is not",
+    ),
+    Fault(
+        "another half runs again",
+        edit("train.extras:recomputed", ('endswith(".attn")', 'endswith(".mlp")')),
+        inserted.attention_halves,
+        "blocks.0.attn",
+        "the scores are kept",
+    ),
+    Fault(
+        "views come back from the host at the start of their memory",
+        edit("pipeline.offload:Shelf.get", ("place.stride, place.offset", "place.stride, 0")),
+        OFFLOAD,
+        "gradient off",
+        "queries for keys and values",
+    ),
+    Fault(
+        "a second offload finds the first one's memory",
+        edit("pipeline.offload:Shelf.reload", ("to_device(x, device)", "torch.zeros_like(x)")),
+        OFFLOAD,
+        "gradient off|loss off",
+        "activations of nobody",
+    ),
+    Fault(
+        "parameters go to the host",
+        edit("pipeline.offload:Shelf.saving", ("for x in stay}", "for x in ()}")),
+        inserted.parameters_stay,
+        "moved",
+        "every microbatch has a copy of the weights",
+    ),
+    Fault(
+        "the graph's leaf holds the input",
+        edit(
+            "pipeline.executor:_Flight.forward",
+            ("apply, x = without_input(apply, x)", "pass"),
+        ),
+        inserted.inputs_leave,
+        "the input",
+        "offloading frees less than it says",
     ),
 )
 
