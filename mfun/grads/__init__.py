@@ -5,6 +5,7 @@ from mfun.grads.finalize import finalize, finalize_steps, global_norm, start_red
 from mfun.grads.normalise import seeds
 from mfun.grads.params import ParamBuffers, shard_name
 from mfun.grads.table import KINDS, Reduction, Row, explain, needed_groups, reductions
+from mfun.grads.zeros import num_zeros
 
 __all__ = [
     "KINDS",
@@ -18,6 +19,7 @@ __all__ = [
     "global_norm",
     "lay_out",
     "needed_groups",
+    "num_zeros",
     "reductions",
     "seeds",
     "shard_name",

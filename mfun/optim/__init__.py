@@ -1,7 +1,7 @@
 """Optimizers as pairs of pure functions: blocks, named chains, AdamW, SGD, schedules."""
 
 from mfun.optim.adam import adamw, scale_by_adam
-from mfun.optim.build import build, build_schedule, learning_rate
+from mfun.optim.build import build, build_schedule, learning_rate, moments
 from mfun.optim.clip import clip_by_global_norm, clip_by_value
 from mfun.optim.decay import add_decayed_weights, scale_by_learning_rate
 from mfun.optim.groups import Groups, Multipliers, groups_of
@@ -62,6 +62,7 @@ __all__ = [
     "lion",
     "loss_scale",
     "matrices_of",
+    "moments",
     "muon",
     "named_chain",
     "orthogonalise",

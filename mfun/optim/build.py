@@ -73,6 +73,20 @@ def _optimizer(
             return muon(rate, **matrices._asdict(), **betas, **numbers, scale=scale, **common)
 
 
+def moments(config: OptimConfig, *, matrix: bool = False) -> int:
+    """Tensors of a leaf's shape that the configured optimizer keeps for it.
+
+    Args:
+      config: the section `optim`.
+      matrix: of a hidden matrix, which Muon keeps less for.
+    Example:
+      >>> [moments(OptimConfig(name=name)) for name in ("adamw", "lion", "sgd", "muon")]
+      [2, 1, 1, 2]
+    """
+    rows = {"adamw": 2, "lion": 1, "sgd": int(config.momentum > 0), "muon": 1 if matrix else 2}
+    return rows[config.name]
+
+
 def build_schedule(config: OptimConfig, steps: int) -> Schedule:
     """The learning-rate schedule of a configuration.
 

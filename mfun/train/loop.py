@@ -47,6 +47,7 @@ class Record(NamedTuple):
         state: after the update; its tensors are overwritten by the next step.
         loss_scale: of this step, None where the loss is not scaled.
         skipped: whether a gradient overflowed and so nothing was updated.
+        num_zeros: elements of the gradient that are exactly 0, None where they are not counted.
     """
 
     step: int
@@ -62,10 +63,12 @@ class Record(NamedTuple):
     state: State
     loss_scale: float | None = None
     skipped: bool = False
+    num_zeros: int | None = None
 
     def row(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`."""
         keys = ROW if self.loss_scale is None else (*ROW, *SCALED)
+        keys += () if self.num_zeros is None else ("num_zeros",)
         return {key: getattr(self, key) for key in keys}
 
 
@@ -266,6 +269,7 @@ def _record(state: State, done: Metrics, seconds: float, stopped: str | None) ->
         state=state,
         loss_scale=done.loss_scale,
         skipped=done.skipped,
+        num_zeros=done.num_zeros,
     )
 
 

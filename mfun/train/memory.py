@@ -2,7 +2,7 @@
 
     parameters    sum of local shapes
     gradients     the flat buffers, padding included
-    optimizer     AdamW two moments a parameter, SGD one; in the parameters' type
+    optimizer     AdamW two moments a parameter, SGD and Lion one, Muon one of a matrix; in its type
     activations   what the layers in flight keep (by the schedule's stream), by `layer_bytes`
 
 A block keeps, for each token (d hidden, h query and g key heads of k, f feed-forward, t = tp,
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import attrs
 
 from mfun import config as cfg
-from mfun import tree
+from mfun import optim, tree
 from mfun.config import Config
 from mfun.schedule import B, F, Op, W
 from mfun.schedule.layers import bare, expand
@@ -78,11 +78,15 @@ def memory(plan: Plan, stage: int) -> Memory:
     config, itemsize = plan.config, plan.dtype.itemsize
     specs = tree.flatten(plan.stages[stage].specs)
     elements = sum(math.prod(local_shape(spec, plan.mesh)) for spec in specs.values())
-    moments = {"adamw": 2, "sgd": 1}[config.optim.name]
+    moments = sum(
+        math.prod(local_shape(spec, plan.mesh))
+        * optim.moments(config.optim, matrix=bool(spec.matrix))
+        for spec in specs.values()
+    )
     return Memory(
         params=elements * itemsize,
         grads=sum(buffer.numel() for buffer in plan.buffers(stage).buffers) * itemsize,
-        opt=moments * elements * itemsize,
+        opt=moments * itemsize,
         activations=max(live_activations(plan, stage)),
         in_flight=max(in_flight(plan, stage)),
     )

@@ -15,6 +15,7 @@ from mfun.grads import (
     ParamBuffers,
     finalize_steps,
     global_norm,
+    num_zeros,
     seeds,
     shard_name,
 )
@@ -50,6 +51,7 @@ class Metrics(NamedTuple):
         tokens: that counted in the loss.
         loss_scale: of this step, None where the loss is not scaled.
         skipped: whether a gradient overflowed and so nothing was updated.
+        num_zeros: elements of the gradient that are exactly 0, None where they are not counted.
     """
 
     loss: float
@@ -58,6 +60,7 @@ class Metrics(NamedTuple):
     tokens: int
     loss_scale: float | None = None
     skipped: bool = False
+    num_zeros: int | None = None
 
 
 class Gradients(NamedTuple):
@@ -216,6 +219,7 @@ class Trainer:
             The new state and its metrics.
         """
         grads, loss, norm, tokens, overflow = yield from self.gradients(state, batches)
+        zeros = yield from self._zeros()
         leaves = self._leaves(state.params)
         new, opt = self.optimizer.update(
             grads, state.opt, leaves, norm=norm, donate=donate, overflow=overflow
@@ -229,8 +233,15 @@ class Trainer:
             tokens=int(_number(tokens)),
             loss_scale=None if scaling == "none" else optim.loss_scale(state.opt),
             skipped=overflow,
+            num_zeros=zeros,
         )
         return State(state.step + 1, params, opt), metrics
+
+    def _zeros(self) -> Waits[int | None]:
+        """Zeros of the gradient that is in the buffers, if they are to be counted."""
+        if self.grads is None or not self.plan.config.optim.count_zeros:
+            return None
+        return int(_number((yield from num_zeros(self.world, self.grads, self.stage.specs))))
 
     def _gathered(self, new: Mapping[str, Tensor], donate: bool) -> Waits[Any]:
         """The state's parameters, from the optimizer's leaves."""
