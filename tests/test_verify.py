@@ -85,9 +85,13 @@ def test_grid_of_layouts_equals_one_device(seed: int, place: str) -> None:
         assert report.ok, (row, report.notes)
 
 
-def on_a_rank(rank: int, settings: tuple[str, ...]) -> dict[str, Any]:
+def on_a_rank(
+    rank: int,
+    settings: tuple[str, ...],
+    config: Config = Config(),  # noqa: B008, it is frozen
+) -> dict[str, Any]:
     """One rank's result as numpy, on a real process."""
-    layout = plan(cfg.resolve(cfg.override(Config(), settings), None))
+    layout = plan(cfg.resolve(cfg.override(config, settings), None))
     groups = distribute(layout.mesh, needed_groups(layout.table, layout.mesh))
     found = finish(program(layout, ProcessWorld(groups)))
     arrays = {k: {p: x.numpy() for p, x in found[k].items()} for k in ("grads", "params")}

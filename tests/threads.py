@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -165,10 +166,10 @@ class Wire:
     def all_reduce(
         self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        """Sum or maximum, in place."""
-        fold = torch.sum if op == dist.ReduceOp.SUM else torch.amax
+        """Sum, in the order of ranks, or maximum; in place."""
+        two = torch.add if op == dist.ReduceOp.SUM else torch.maximum
         return self._run(
-            f"all_reduce {op}", x, x, group, lambda parts: fold(torch.stack(parts), 0), async_op
+            f"all_reduce {op}", x, x, group, lambda parts: reduce(two, parts), async_op
         )
 
     def all_gather_single(self, out: Tensor, x: Tensor, group: Any, async_op: bool = False) -> Any:

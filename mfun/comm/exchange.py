@@ -30,12 +30,12 @@ def start_exchange(out: Rows, x: Rows, axis: Axis) -> list[Any]:
     Returns:
         Work to wait for.
     """
-    ops = []
+    receives, sends = [], []
     for step in range(1, axis.size):  # each rank begins with another peer
         to, source = (axis.position + step) % axis.size, (axis.position - step) % axis.size
-        ops.append(dist.P2POp(dist.isend, x[to], axis.ranks[to], group=axis.group))
-        ops.append(dist.P2POp(dist.irecv, out[source], axis.ranks[source], group=axis.group))
-    return list(dist.batch_isend_irecv(ops))
+        sends.append(dist.P2POp(dist.isend, x[to], axis.ranks[to], group=axis.group))
+        receives.append(dist.P2POp(dist.irecv, out[source], axis.ranks[source], group=axis.group))
+    return list(dist.batch_isend_irecv(receives + sends))  # a send may be over when it is taken
 
 
 def wait(works: Sequence[Any]) -> None:
