@@ -172,8 +172,13 @@ SAME_ORDER = {
 @pytest.mark.parametrize("case", SAME_ORDER)
 @pytest.mark.parametrize("place", [in_mailbox, in_threads])
 def test_strategies_agree_bitwise(case: str, place: Callable[[Plan], list[RankResult]]) -> None:
-    """Where sums are of the same summands in the same order, all strategies have the same bits."""
+    """Where sums are of the same summands in the same order, all strategies have the same bits.
+
+    With SGD: the fused AdamW kernel rounds the last elements of a tensor, which fill no vector of
+    the processor, otherwise than the rest, and what is last in a leaf is not so in a bucket.
+    """
     row, strategies = SAME_ORDER[case]
+    row = {**row, "optimizer": "sgd"}
     first, *others = (place(plan(config_of({**row, "sharding": s}))) for s in strategies)
     assert all(same(first, other) for other in others)
 
