@@ -148,12 +148,17 @@ def on_gloo(rank: int, toml: str) -> dict[str, Any]:
 
 
 def same(a: list[RankResult], b: list[RankResult]) -> bool:
-    """Whether all ranks have the same bits; the norm is a sum in another order."""
+    """Whether all ranks have the same gradients to the bit.
+
+    Not so the norm, a sum in another order, nor the parameters: the optimizers' kernels round the
+    last elements of a tensor, which fill no vector of the processor, otherwise than the rest, and
+    what is last in a leaf is not so in a bucket.
+    """
     return all(
         x.losses == y.losses
         and x.norms == pytest.approx(y.norms, rel=1e-12)
         and all(torch.equal(v, y.grads[path]) for path, v in x.grads.items())
-        and all(torch.equal(v, y.params[path]) for path, v in x.params.items())
+        and all(torch.allclose(v, y.params[path], 1e-15, 1e-15) for path, v in x.params.items())
         for x, y in zip(a, b, strict=True)
     )
 
@@ -172,13 +177,8 @@ SAME_ORDER = {
 @pytest.mark.parametrize("case", SAME_ORDER)
 @pytest.mark.parametrize("place", [in_mailbox, in_threads])
 def test_strategies_agree_bitwise(case: str, place: Callable[[Plan], list[RankResult]]) -> None:
-    """Where sums are of the same summands in the same order, all strategies have the same bits.
-
-    With SGD: the fused AdamW kernel rounds the last elements of a tensor, which fill no vector of
-    the processor, otherwise than the rest, and what is last in a leaf is not so in a bucket.
-    """
+    """Where sums are of the same summands in the same order, all strategies have the same bits."""
     row, strategies = SAME_ORDER[case]
-    row = {**row, "optimizer": "sgd"}
     first, *others = (place(plan(config_of({**row, "sharding": s}))) for s in strategies)
     assert all(same(first, other) for other in others)
 
