@@ -155,6 +155,30 @@ def ddp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
     return step
 
 
+def fsdp2(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
+    """FSDP2: `fully_shard` of each block and of the rest, over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    model = Gpt(sizes)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = fused_adamw(model)
+    x, y = tokens.chunk(world)[rank], labels.chunk(world)[rank]
+
+    def step() -> float:
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.item()
+
+    return step
+
+
 def dtensor_tp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
     """DTensor tensor parallelism with loss parallel, PyTorch's documented plan."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -4,14 +4,15 @@ Each case runs mfun and the peer in separate, alternating processes with the sam
 several times, and prints the ratio (below 1: mfun is faster) of the medians of neighbouring runs,
 of these the median, which a machine that slows down for both does not move, and of peak resident
 memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (DistributedDataParallel), tp2
-(DTensor with loss parallel), pp2 (torch.distributed.pipelining Schedule1F1B), and against the same
+(DTensor with loss parallel), zero3 (parameters sharded, against FSDP2), zero1 (the optimizer
+sharded, against mfun without), pp2 (torch.distributed.pipelining Schedule1F1B), and against the same
 peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8 microbatches) and zb8cut (ZB-H2 with
 8, and the blocks cut 5 + 3, because the second stage also has the head).
 
 Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--repeats 3] [--steps 6]
         (MFUN_BENCH_MALLOC=0: both sides without the allocator setting that `mfun train` makes)
-Expect: step-time ratios at most 1.00 (one), 1.00 (dp2), 0.86 (tp2), 0.98 (pp2), 0.88 (zb4), 0.93
-        (zb8), 0.90 (zb8cut); memory 1.10.
+Expect: step-time ratios at most 1.00 (one), 0.99 (dp2), 1.02 (zero1), 0.80 (zero3), 0.86 (tp2),
+        0.98 (pp2), 0.88 (zb4), 0.93 (zb8), 0.90 (zb8cut); memory 1.10.
 """
 
 from __future__ import annotations
@@ -55,7 +56,16 @@ class Case:
 
 CASES = {
     "one": Case(1, {}, 1, "eager nn.Module + fused AdamW", 1.00),
-    "dp2": Case(2, {"dp": 2}, 1, "DistributedDataParallel", 1.00),
+    "dp2": Case(2, {"dp": 2}, 1, "DistributedDataParallel", 0.99),
+    "zero1": Case(2, {"dp": 2}, 1, "mfun without sharding", 1.02, {"parallel.sharding": "optim"}),
+    "zero3": Case(
+        2,
+        {"dp": 2},
+        1,
+        "FSDP2, fully_shard per block",
+        0.80,
+        {"parallel.sharding": "optim_grads_params"},
+    ),
     "tp2": Case(2, {"tp": 2}, 1, "DTensor TP + loss parallel", 0.86),
     "pp2": Case(2, {"pp": 2}, 4, "torch Schedule1F1B", 0.98),
     "zb4": Case(2, {"pp": 2}, 4, "torch Schedule1F1B", 0.88, {"parallel.schedule": "zb-h1"}),
@@ -122,6 +132,10 @@ def peer_step(name: str, case: Case, sizes: dict[str, int], tokens: Any, labels:
             return modules.one_device(sizes, tokens, labels)
         case "dp2":
             return modules.ddp(sizes, tokens, labels)
+        case "zero1":
+            return mfun_step(attrs.evolve(case, changes={}), sizes, tokens, labels)
+        case "zero3":
+            return modules.fsdp2(sizes, tokens, labels)
         case "tp2":
             return modules.dtensor_tp(sizes, tokens, labels)
         case _:
