@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mfun.config import rampup
 from mfun.config.checks import check
 from mfun.config.fields import ConfigError
 from mfun.config.flops import ModelFlops, flops_per_token
@@ -50,6 +51,7 @@ __all__ = [
     "mesh",
     "microbatch_sizes",
     "override",
+    "rampup",
     "resolve",
     "schedule",
     "schedule_name",

@@ -26,7 +26,7 @@ def check(config: Config) -> None:
       Traceback (most recent call last):
       mfun.config.fields.ConfigError: model.heads is 6 and model.kv_heads is 4; each key head ...
     """
-    parts = (_unbuilt, _widths, _heads, _positions, _stages, _recompute, _batches, _rates)
+    parts = (_unbuilt, _widths, _heads, _positions, _stages, _recompute, _batches, _rampup, _rates)
     problems = [problem for part in parts for problem in part(config)]
     problems += precision_problems(config.precision)
     if problems:
@@ -166,6 +166,39 @@ def _batches(config: Config) -> Iterator[str]:
             f"sequences of a data parallel rank (train.global_batch = {train.global_batch} over "
             f"parallel.dp = {dp}); use fewer microbatches or a larger batch."
         )
+
+
+def _rampup(config: Config) -> Iterator[str]:
+    train, dp = config.train, config.parallel.dp or 1
+    if not train.rampup:
+        return
+    if len(train.rampup) != 3:
+        yield f"train.rampup is {[*train.rampup]}; give three numbers, [start, increment, samples]."
+        return
+    start, increment, _ = train.rampup
+    whole = train.global_batch
+    if start > whole or (whole - start) % increment:
+        fix = (
+            f"increment that divides {whole} - {start}" if start < whole else f"start below {whole}"
+        )
+        yield (
+            f"train.rampup goes from {start} in steps of {increment}, which does not reach "
+            f"train.global_batch = {whole}; use a{'n' * (start < whole)} {fix}."
+        )
+    if whole % (dp * train.microbatches):
+        yield (
+            f"train.rampup needs microbatches of one size, but train.global_batch = {whole} is no "
+            f"multiple of parallel.dp * train.microbatches = {dp} * {train.microbatches}."
+        )
+        return
+    unit = whole // train.microbatches
+    for name, size in (("start", start), ("increment", increment)):
+        if size % unit:
+            yield (
+                f"train.rampup's {name} is {size}, no multiple of the {unit} sequences that one "
+                f"microbatch of all data parallel ranks has (train.global_batch = {whole} over "
+                f"train.microbatches = {train.microbatches}); use a multiple of {unit}."
+            )
 
 
 def _rates(config: Config) -> Iterator[str]:

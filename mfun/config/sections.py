@@ -262,6 +262,8 @@ class TrainConfig:
       seed: of initial weights, dropout and sample order.
       global_batch: sequences of a step over all ranks.
       microbatches: pieces in which each data parallel rank takes its part of a step.
+      rampup: start, increment, samples: the batch grows from ``start`` in steps of ``increment``
+        to ``global_batch``, evenly over so many samples; empty does not.
       loss_norm: a step's loss is the mean over its tokens, or the mean of microbatch means.
       label_smoothing: probability spread over the whole vocabulary.
       z_loss: weight of the squared log-partition.
@@ -280,6 +282,7 @@ class TrainConfig:
     seed: int = whole(0)
     global_batch: int = whole(16, least=1)
     microbatches: int = whole(4, least=1)
+    rampup: tuple[int, ...] = wholes(least=1)
     loss_norm: LossNorm = choice("tokens", LossNorm)
     label_smoothing: float = real(0.0, below=1.0)
     z_loss: float = real(0.0)

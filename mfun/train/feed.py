@@ -9,7 +9,7 @@ import torch
 
 from mfun import config as cfg
 from mfun import data
-from mfun.config import Config
+from mfun.config import Config, rampup
 from mfun.data import Batch, Corpus
 
 
@@ -34,7 +34,8 @@ class Feed:
     def step(self, step: int) -> list[Batch]:
         """The microbatches of the update that follows `step` updates."""
         train = self.config.train
-        return self._rows(self.training, train.seed, step * train.global_batch)
+        then = attrs.evolve(self, config=rampup.at(self.config, step))
+        return then._rows(self.training, train.seed, rampup.consumed(train, step))
 
     def evaluation(self) -> list[Batch]:
         """The microbatches of a validation loss: the same samples in every layout and every run.

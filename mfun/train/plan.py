@@ -160,21 +160,27 @@ def plan(config: Config, head: Head = "loss") -> Plan:
         table=reductions([stage.specs for stage in stages], mesh),
         streams=streams(config),
     )
+    for size in cfg.rampup.sizes(config.train)[:-1]:  # refuses what the schedule cannot run
+        dressed(layout, cfg.rampup.of_size(config, size).train.microbatches)
     _ = layout.groups  # refuses an override that matches no parameter before anything starts
     return attrs.evolve(layout, streams=dressed(layout))
 
 
-def dressed(layout: Plan) -> Dressed:
+def dressed(layout: Plan, microbatches: int = 0) -> Dressed:
     """The streams of a plan with what the configuration asks for besides the schedule.
+
+    Args:
+        layout: the plan.
+        microbatches: 0 is the configuration's own number.
 
     Raises:
         ConfigError: fewer activations on the device than a schedule works with.
     """
     asked = [extras(layout.config, stage, layout.buffers(stage.index)) for stage in layout.stages]
     if all(one == Extras() for one in asked):
-        return layout.streams
+        return streams(layout.config, microbatches)
     try:
-        return dress(streams(layout.config), asked)
+        return dress(streams(layout.config, microbatches), asked)
     except ScheduleError as error:
         depth, name = layout.config.parallel.offload, cfg.schedule_name(layout.config)
         if depth:

@@ -49,7 +49,7 @@ def save(trainer: Trainer, state: State, folder: Path, peers: Peers) -> Path:
     return checkpoint.save(
         folder,
         step=state.step,
-        consumed=state.step * train.global_batch,
+        consumed=cfg.rampup.consumed(train, state.step),
         tensors=leaves,
         scalars={f"opt.{k}": v for k, v in optim.state_scalars(state.opt).items()},
         layout=layout(plan),

@@ -21,8 +21,10 @@ from mfun.grads import (
 )
 from mfun.pipeline import executor
 from mfun.pipeline.executor import Program
+from mfun.schedule import Checked
+from mfun.schedule.ops import AnyOp
 from mfun.spec import ParamSpec, init_params
-from mfun.train.plan import Plan, forward_streams
+from mfun.train.plan import Dressed, Plan, dressed, forward_streams
 from mfun.train.rounding import words_by_path, words_by_shard
 from mfun.train.shards import by_shard, flat_params
 
@@ -121,6 +123,7 @@ class Trainer:
         )
         self.optimizer = build_optimizer(plan, shards_of, words(plan, world), world)
         self.grads: GradBuffers | None = None
+        self.streams: dict[int, Dressed] = {}
         self.flat: ParamBuffers | None = None
 
     def init(self) -> State:
@@ -183,7 +186,7 @@ class Trainer:
         model = config.model
         key = rng.key(config.train.seed, "dropout", state.step) if model.dropout else None
         program = self._program(state)
-        stream = self.plan.streams[self.stage.index]
+        stream = self._stream(len(batches))
         factor = optim.loss_scale(state.opt)
         scaled = [factor * seed for seed in scale]
         sums = yield from executor.train_step(program, stream, batches, scaled, grads, key)
@@ -193,6 +196,14 @@ class Trainer:
         loss = yield from self._total(sums, scale)
         shards = {shard_name(i): x for i, x in grads.shards.items()}
         return Gradients(shards if grads.sharded else grads.views, loss, norm, tokens, overflow)
+
+    def _stream(self, microbatches: int) -> Checked[AnyOp]:
+        """This stage's ops for so many microbatches; fewer than planned while the batch grows."""
+        if microbatches == self.plan.config.train.microbatches:
+            return self.plan.streams[self.stage.index]
+        if microbatches not in self.streams:
+            self.streams[microbatches] = dressed(self.plan, microbatches)
+        return self.streams[microbatches][self.stage.index]
 
     def _unscaled(self, grads: GradBuffers, scale: float) -> Waits[bool]:
         """Divide by the loss scale; whether any rank of any stage has what is not finite."""

@@ -8,9 +8,11 @@ depth, batch, and data-parallel copies beyond two when the world is large.
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 
 import attrs
 
+from mfun import tree
 from mfun.config import (
     Config,
     ModelConfig,
@@ -22,6 +24,7 @@ from mfun.config import (
     slice_count,
 )
 from mfun.config import microbatch_sizes as microbatches_of
+from mfun.models.gpt import gpt
 
 LOCAL_RANKS = 8
 """Most ranks that are started as processes; larger layouts are run in one process."""
@@ -59,7 +62,7 @@ def shrink(config: Config, steps: int = 3) -> Config:
         optim=_optim(config.optim, config.train, steps),
         train=_train(config, parallel, steps),
     )
-    return resolve(small, None)
+    return resolve(attrs.evolve(small, optim=_matched(small)), None)
 
 
 def _parallel(parallel: ParallelConfig) -> ParallelConfig:
@@ -122,6 +125,17 @@ def _optim(optim: OptimConfig, train: TrainConfig, steps: int) -> OptimConfig:
     return attrs.evolve(optim, warmup=warmup, decay_steps=end, eps=max(optim.eps, LEAST_EPS))
 
 
+def _matched(small: Config) -> OptimConfig:
+    """Without the overrides of blocks that the twin does not have."""
+    paths = [path for layer in gpt(small) for path in tree.flatten(layer.specs)]
+    kept = {
+        pattern: change
+        for pattern, change in small.optim.overrides.items()
+        if any(fnmatchcase(path, pattern) for path in paths)
+    }
+    return attrs.evolve(small.optim, overrides=kept)
+
+
 def _train(config: Config, parallel: ParallelConfig, steps: int) -> TrainConfig:
     """Two samples a microbatch, one more in the first if they are unequal; few microbatches."""
     count = min(config.train.microbatches, max(5, parallel.pp + 1))
@@ -129,5 +143,9 @@ def _train(config: Config, parallel: ParallelConfig, steps: int) -> TrainConfig:
     uneven = len(set(sizes)) > 1
     per_rank = count * (2 if min(sizes) > 1 else 1) + (1 if uneven and count > 1 else 0)
     return attrs.evolve(
-        config.train, steps=steps, microbatches=count, global_batch=per_rank * parallel.dp
+        config.train,
+        steps=steps,
+        microbatches=count,
+        global_batch=per_rank * parallel.dp,
+        rampup=(),
     )
