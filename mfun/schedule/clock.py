@@ -5,7 +5,8 @@ An op starts when its stage is free and the message it needs has arrived, wherev
 handed over when the op before its `Send` has ended; messages of one directed link leave one after
 the other, `transfer` apart, and arrive `latency` later. Where messages do not overlap with
 computation, a stage is also occupied for `transfer` by each message that it sends, right after it
-was made, and by each that it takes, right before it is used.
+was made, and by each that it takes, right before it is used. What is inserted into streams
+(`Extras`) runs beside, on links of each stage (`beside`), or occupies it likewise.
 
 The result does not depend on the order in which stages are looked at: a stage's times follow from
 its own stream and the arrivals it waits for. So one pass over a work list is enough, linear in
@@ -17,79 +18,48 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any
 
 import attrs
 
-from mfun.schedule.ops import Compute, F, I, Kind, Op, Recv, ScheduleError, Send, Tag, tag_text
+from mfun.schedule.beside import LINKS, Beside
+from mfun.schedule.layers import COMPUTES
+from mfun.schedule.ops import (
+    ASIDE,
+    AnyOp,
+    Aside,
+    B,
+    Compute,
+    F,
+    I,
+    Kind,
+    Offload,
+    Recompute,
+    Recv,
+    Reload,
+    ScheduleError,
+    Send,
+    Tag,
+    W,
+    tag_text,
+)
 from mfun.schedule.sizes import Costs
 from mfun.schedule.streams import Placement, needs
+from mfun.schedule.timing import Event, Flight, Timing, Trip
+from mfun.schedule.transforms import Extras
 
-
-class Event(NamedTuple):
-    """One compute op on one stage, from start to end."""
-
-    stage: int
-    op: Compute
-    start: float
-    end: float
-
-
-class Flight(NamedTuple):
-    """One message: made by its sender, on its link from start, usable by its receiver at end."""
-
-    tag: Tag
-    source: int
-    target: int
-    made: float
-    start: float
-    end: float
-
-
-@attrs.frozen
-class Timing:
-    """What `simulate_time` finds. Every tuple of numbers has one a stage.
-
-    Args:
-      events: all compute ops, by (start, stage).
-      flights: all messages, by (start, source, target).
-      makespan: from 0, where the first op starts, to the last op's end.
-      busy: time spent in compute ops.
-      bubble: makespan - busy.
-      bubble_span: the stage's own last end - its own first start - busy.
-      peak_in_flight: most chunks whose activations are kept: `F` adds one, `B` or `W` frees it.
-      exposed: time in which the stage waits only because a message travels, or moves messages
-        itself: from the later of its last op's end and the making of what the next op needs, to
-        that op's start.
-    """
-
-    events: tuple[Event, ...]
-    flights: tuple[Flight, ...]
-    makespan: float
-    busy: tuple[float, ...]
-    bubble: tuple[float, ...]
-    bubble_span: tuple[float, ...]
-    peak_in_flight: tuple[int, ...]
-    exposed: tuple[float, ...]
-
-    @property
-    def messages(self) -> int:
-        """How many messages travel between stages."""
-        return len(self.flights)
-
-    @property
-    def idle(self) -> float:
-        """The idle part of all stages' time, 0 to 1."""
-        whole = self.makespan * len(self.bubble)
-        return sum(self.bubble) / whole if whole else 0
+LIVE = {F: 1, I: 0, B: -1, W: -1, Recompute: 0, Offload: -1, Reload: 1}
+"""How an op changes the number of chunks whose activations are on the device."""
 
 
 @attrs.define
 class _Stage:
     """One stage's clock: where its stream is, since when it is free, what it has added up."""
 
-    ops: Sequence[Op]
+    ops: Sequence[AnyOp]
+    beside: Beside
     at: int = 0  # in its ops
+    aside: bool = False  # whether anything has run beside
     posted: set[Tag] = attrs.field(factory=set)  # receives whose message was not taken
     waits: Tag | None = None
     free: float = 0  # no op starts earlier
@@ -101,30 +71,42 @@ class _Stage:
     live: int = 0
     peak: int = 0
 
-    def run(self, op: Compute, cost: float) -> float:
+    def run(self, op: Compute | Recompute, cost: float) -> float:
         """Run an op as early as the stage and what it has taken allow; returns its start."""
-        start = self.free
+        start = self.free = max(self.free, self.beside.ready(op)) if self.aside else self.free
         if self.first is None:
             self.first = start
         self.exposed += start - max(self.ended, self.made)
         self.busy += cost
         self.free = self.ended = start + cost
         self.made = 0
-        self.live += 1 if isinstance(op, F) else 0 if isinstance(op, I) else -1
-        self.peak = max(self.peak, self.live)
+        if not op.layer:  # a chunk's first forward, or last backward
+            self.live += LIVE[type(op)]
+            self.peak = max(self.peak, self.live)
         return start
 
 
 class _Clock:
     """All stages, links and messages."""
 
-    def __init__(self, streams: Sequence[Sequence[Op]], costs: Costs, place: Placement) -> None:
+    def __init__(
+        self,
+        streams: Sequence[Sequence[AnyOp]],
+        costs: Costs,
+        place: Placement,
+        extras: Sequence[Extras] | None,
+    ) -> None:
         self.costs, self.place = costs, place
-        self.stages = [_Stage(ops) for ops in streams]
+        gathers = [None] * len(streams) if extras is None else [asked.gather for asked in extras]
+        self.stages = [
+            _Stage(ops, Beside(costs, gather)) for ops, gather in zip(streams, gathers, strict=True)
+        ]
+        self.layers = layer_counts(streams)
+        self.trips: list[Trip] = []
         self.links: dict[tuple[int, int], float] = {}  # directed: when it is free
         self.flights: dict[Tag, Flight] = {}
         self.events: list[Event] = []
-        self.known: dict[tuple[int, type[Compute], int], tuple[float, Kind | None, int]] = {}
+        self.known: dict[Any, tuple[float, Kind | None, int]] = {}
 
     def advance(self, index: int) -> set[int]:
         """Run a stage until it waits or ends; returns the stages that it may have woken."""
@@ -136,12 +118,26 @@ class _Clock:
             elif isinstance(op, Send):
                 self.send(index, op)
                 woken.add(op.peer)
+            elif isinstance(op, ASIDE):
+                self.aside(index, op)
             elif not self.compute(index, op):
                 break
             stage.at += 1
         return woken
 
-    def compute(self, index: int, op: Compute) -> bool:
+    def aside(self, index: int, op: Aside) -> None:
+        """Start a collective or a copy."""
+        stage = self.stages[index]
+        start, end = stage.beside.run(op, stage.free)
+        stage.aside = True
+        stage.live += LIVE.get(type(op), 0)
+        stage.peak = max(stage.peak, stage.live)
+        if link := LINKS[type(op)]:
+            self.trips.append(Trip(index, op, link.name, start, end))
+            if not self.costs.overlap:
+                stage.free = end
+
+    def compute(self, index: int, op: Compute | Recompute) -> bool:
         """Run an op, unless its message has not been sent."""
         cost, kind, virtual = self.facts(index, op)
         stage = self.stages[index]
@@ -152,14 +148,21 @@ class _Clock:
         self.events.append(Event(index, op, start, start + cost))
         return True
 
-    def facts(self, index: int, op: Compute) -> tuple[float, Kind | None, int]:
-        """The cost of an op, the kind of message it needs if any, and its virtual stage."""
-        key = (index, type(op), op.chunk)
+    def facts(self, index: int, op: Compute | Recompute) -> tuple[float, Kind | None, int]:
+        """The cost of an op, the kind of message it needs if any, and its virtual stage.
+
+        A layer has its share of a chunk's cost, and the first that runs takes the message.
+        """
+        key = (index, type(op), op.chunk, op.layer)
         if key not in self.known:
             virtual = self.place.virtual(index, op.chunk)
-            need = needs(op, virtual, self.place)
+            count = 1 if op.layer is None else self.layers[index, op.chunk]
+            first = 0 if isinstance(op, F) else count - 1
+            need = None
+            if not isinstance(op, Recompute) and op.layer in (None, first):
+                need = needs(op, virtual, self.place)
             cost = self.costs.of(op, self.place.slice(virtual))
-            self.known[key] = (cost, need and need[0], virtual)
+            self.known[key] = (cost if count == 1 else cost / count, need and need[0], virtual)
         return self.known[key]
 
     def send(self, index: int, op: Send) -> None:
@@ -198,7 +201,8 @@ class _Clock:
 
     def timing(self) -> Timing:
         """What has been added up."""
-        makespan = max((stage.ended for stage in self.stages), default=0)
+        ends = [max(stage.ended, stage.beside.end) for stage in self.stages]
+        makespan = max(ends, default=0)
         return Timing(
             events=tuple(sorted(self.events, key=attrgetter("start", "stage"))),
             flights=tuple(
@@ -209,19 +213,27 @@ class _Clock:
             bubble=tuple(makespan - stage.busy for stage in self.stages),
             bubble_span=tuple(s.ended - (s.first or 0) - s.busy for s in self.stages),
             peak_in_flight=tuple(stage.peak for stage in self.stages),
-            exposed=tuple(stage.exposed for stage in self.stages),
+            exposed=tuple(
+                stage.exposed + end - stage.ended
+                for stage, end in zip(self.stages, ends, strict=True)
+            ),
+            beside=tuple(sorted(self.trips, key=attrgetter("start", "stage"))),
         )
 
 
 def simulate_time(
-    streams: Sequence[Sequence[Op]], costs: Costs | None = None, place: Placement | None = None
+    streams: Sequence[Sequence[AnyOp]],
+    costs: Costs | None = None,
+    place: Placement | None = None,
+    extras: Sequence[Extras] | None = None,
 ) -> Timing:
     """When each op of a schedule runs, in time linear in the ops, and what follows from it.
 
     Args:
-      streams: one stream a stage, messages included, as `plan` gives them.
-      costs: of ops and messages; None is F = I = W = 1, B = 2, messages at once.
+      streams: one stream a stage, messages included, as `plan` or `dress` gives them.
+      costs: of ops and messages; None is F = I = W = 1, B = 2, all else at once.
       place: where virtual stages are; None is looped, with as many chunks as the ops name.
+      extras: per stage, what was inserted: which layers wait for which gathers.
     Raises:
       ScheduleError: a stage waits for a message that nobody sends, the placement is not that of
         the streams, or costs do not fit the slices.
@@ -236,9 +248,9 @@ def simulate_time(
     Source: the bubble that is counted to the optimizer's barrier, and the one of a stage's own
     span, are both of Qi et al. 2023 (arXiv 2401.10241).
     """
-    place = _looped(streams) if place is None else place
+    place = looped(streams) if place is None else place
     costs = (costs or Costs()).fit(place.depth)
-    clock = _Clock(streams, costs, place)
+    clock = _Clock(streams, costs, place, extras)
     ready = deque(range(len(streams)))
     while ready:
         ready.extend(clock.advance(ready.popleft()))
@@ -246,6 +258,17 @@ def simulate_time(
     return clock.timing()
 
 
-def _looped(streams: Sequence[Sequence[Op]]) -> Placement:
-    chunks = (op.chunk for ops in streams for op in ops if not isinstance(op, Send | Recv))
+def layer_counts(streams: Sequence[Sequence[AnyOp]]) -> dict[tuple[int, int], int]:
+    """How many layers each chunk, (stage, chunk), is cut in, as far as ops name them."""
+    counts: dict[tuple[int, int], int] = {}
+    for stage, ops in enumerate(streams):
+        for op in ops:
+            if isinstance(op, F) and op.layer is not None:
+                counts[stage, op.chunk] = max(counts.get((stage, op.chunk), 0), op.layer + 1)
+    return counts
+
+
+def looped(streams: Sequence[Sequence[AnyOp]]) -> Placement:
+    """The placement without waves, with as many chunks as the ops name."""
+    chunks = (op.chunk for ops in streams for op in ops if isinstance(op, COMPUTES))
     return Placement(len(streams), 1 + max(chunks, default=0))

@@ -230,5 +230,7 @@ class Reload(_OnChunk):
 Compute = F | B | I | W
 Message = Send | Recv
 Op = Compute | Message
-Extra = Reduce | Gather | Release | Recompute | Offload | Reload  # inserted by `transforms`
+Aside = Reduce | Gather | Release | Offload | Reload  # beside computation
+ASIDE = (Reduce, Gather, Release, Offload, Reload)
+Extra = Aside | Recompute  # inserted by `transforms`
 AnyOp = Op | Extra

@@ -6,7 +6,7 @@ import math
 
 import attrs
 
-from mfun.schedule.ops import B, Compute, ScheduleError
+from mfun.schedule.ops import B, Compute, Recompute, ScheduleError
 
 Cost = float | tuple[float, ...]
 
@@ -37,6 +37,9 @@ class Costs:
       latency: of a message, from its last byte's departure to its arrival.
       transfer: time a message occupies its link (bytes / bandwidth); messages of one link queue.
       overlap: messages travel beside computation; otherwise a transfer also occupies both stages.
+      reduce: of a bucket of gradients, and
+      gather: of a bucket of parameters, on the network of the stage.
+      offload: of what a chunk's forward keeps, to the host or back.
     Raises:
       ScheduleError: a number that is not above 0 (ops), or below 0 (messages).
     Example:
@@ -52,12 +55,15 @@ class Costs:
     latency: float = attrs.field(default=0, validator=_not_negative)
     transfer: float = attrs.field(default=0, validator=_not_negative)
     overlap: bool = True
+    reduce: float = attrs.field(default=0, validator=_not_negative, kw_only=True)
+    gather: float = attrs.field(default=0, validator=_not_negative, kw_only=True)
+    offload: float = attrs.field(default=0, validator=_not_negative, kw_only=True)
 
-    def of(self, op: Compute, slice: int = 0) -> float:
-        """The cost of one op on one slice of the model."""
+    def of(self, op: Compute | Recompute, slice: int = 0) -> float:
+        """The cost of one op on one slice of the model; running again costs a forward."""
         if isinstance(op, B) and self.B is None:
             return _at(self.I, slice) + _at(self.W, slice)
-        cost = getattr(self, type(op).__name__)
+        cost = self.F if isinstance(op, Recompute) else getattr(self, type(op).__name__)
         return _at(cost, slice)
 
     def fit(self, slices: int) -> Costs:
@@ -83,7 +89,7 @@ class Costs:
 
         Example:
           >>> Costs(F=2, W=4, transfer=1).of_share(0.5)
-          Costs(F=1.0, B=None, I=0.5, W=2.0, latency=0, transfer=1, overlap=True)
+          Costs(F=1.0, B=None, I=0.5, W=2.0, latency=0, transfer=1, overlap=True, reduce=0, ...)
         """
         return attrs.evolve(
             self,

@@ -7,11 +7,33 @@ from xml.sax.saxutils import escape
 
 import attrs
 
-from mfun.schedule.clock import Event, Timing
 from mfun.schedule.ops import ScheduleError
+from mfun.schedule.timing import Event, Timing
 
-COLOURS = {"F": (91, 143, 214), "I": (240, 150, 70), "W": (120, 190, 110), "B": (222, 130, 140)}
-MEANING = {"F": "forward", "I": "backward to inputs", "W": "weights", "B": "whole backward"}
+COLOURS = {
+    "F": (91, 143, 214),
+    "Recompute": (140, 130, 190),
+    "I": (240, 150, 70),
+    "W": (120, 190, 110),
+    "B": (222, 130, 140),
+    "Reduce": (70, 70, 70),
+    "Gather": (170, 110, 40),
+    "Offload": (0, 140, 140),
+    "Reload": (0, 140, 140),
+}
+MEANING = {
+    "F": "forward",
+    "Recompute": "forward again",
+    "I": "backward to inputs",
+    "W": "weights",
+    "B": "whole backward",
+    "Reduce": "reduction",
+    "Gather": "gather",
+    "Offload": "to host",
+    "Reload": "from host",
+}
+CHUNKED = ("F", "Recompute", "I", "W", "B")
+"""Kinds whose colour tells the chunk."""
 ROW, LEFT, TOP, RIGHT = 26, 64, 58, 150
 LARGEST, PAGE, WIDEST = 30, 1300, 4000
 """Pixels: of the shortest op at most; of all time; of all time where numbers need more room."""
@@ -19,6 +41,8 @@ DIGIT = 5.6
 """Pixels that a digit in a cell takes."""
 SHADES = 8
 """Boxes of the legend at most, from the first chunk's to the last's."""
+BAR = 4
+"""Height of what runs beside, at the row's lower edge."""
 MOST = 100_000
 """Ops in a picture at most: 20 MB."""
 
@@ -50,9 +74,9 @@ def to_svg(timing: Timing, title: str) -> str:
       >>> print(to_svg(simulate_time(plan("1f1b", 2, 2)), "1f1b").splitlines()[-1])
       </svg>
     """
-    if len(timing.events) > MOST:
+    if (count := len(timing.events) + len(timing.beside)) > MOST:
         raise ScheduleError(
-            f"{len(timing.events)} ops are too many for a picture (at most {MOST}); a schedule "
+            f"{count} ops are too many for a picture (at most {MOST}); a schedule "
             "repeats itself, so draw fewer microbatches"
         )
     scale = _scale(timing)
@@ -63,6 +87,7 @@ def to_svg(timing: Timing, title: str) -> str:
         *_head(width, bottom + 62, title, timing),
         *_rows(timing, scale),
         *_cells(timing, scale),
+        *_bars(timing, scale),
         *_axis(timing, scale, bottom),
         *legend,
         "</svg>\n",
@@ -135,10 +160,23 @@ def _cells(timing: Timing, scale: _Scale) -> Iterator[str]:
 
 
 def _told(event: Event) -> str:
-    """`F3 chunk 1 on stage 2: 4 to 5`."""
+    """`forward of microbatch 3, chunk 1, stage 2: 4 to 5`."""
     kind, op = type(event.op).__name__, event.op
+    chunk = f"chunk {op.chunk}" + ("" if op.layer is None else f", layer {op.layer}")
     times = f"{number(event.start)} to {number(event.end)}"
-    return f"{MEANING[kind]} of microbatch {op.mb}, chunk {op.chunk}, stage {event.stage}: {times}"
+    return f"{MEANING[kind]} of microbatch {op.mb}, {chunk}, stage {event.stage}: {times}"
+
+
+def _bars(timing: Timing, scale: _Scale) -> Iterator[str]:
+    """Collectives and copies: low bars, over the cells that they run beside."""
+    for trip in timing.beside:
+        x, y = scale.x(trip.start), TOP + ROW * (trip.stage + 1) - 1 - BAR
+        width = max(scale.x(trip.end) - x, 1)
+        fill, _ = shade(type(trip.op).__name__, 0, 1)
+        times = f"{number(trip.start)} to {number(trip.end)}"
+        title = f"<title>{trip.op} on stage {trip.stage}, {trip.link}: {times}</title>"
+        box = f'x="{x:g}" y="{y}" width="{width:g}" height="{BAR}" fill="{fill}"'
+        yield f"<g>{title}<rect {box}/></g>"
 
 
 def shade(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
@@ -183,14 +221,16 @@ def _tick(least: float) -> float:
 def _legend(timing: Timing, y: int) -> tuple[list[str], float]:
     """A box for each kind and chunk in the picture (at most SHADES chunks), and where they end."""
     chunks = 1 + max((event.op.chunk for event in timing.events), default=0)
-    kinds = {type(event.op).__name__ for event in timing.events}
+    kinds = {type(event.op).__name__ for event in (*timing.events, *timing.beside)}
     parts, x = [], float(LEFT)
     for kind in (kind for kind in COLOURS if kind in kinds):
-        for box in range(min(chunks, SHADES)):
-            fill, _ = shade(kind, box, min(chunks, SHADES))
+        shades = min(chunks, SHADES) if kind in CHUNKED else 1
+        for box in range(shades):
+            fill, _ = shade(kind, box, shades)
             parts.append(f'<rect x="{x:g}" y="{y}" width="12" height="12" fill="{fill}"/>')
             x += 13
-        words = f"{kind} {MEANING[kind]}" + (f", chunks 0-{chunks - 1}" if chunks > 1 else "")
+        several = chunks > 1 and kind in CHUNKED
+        words = f"{kind} {MEANING[kind]}" + (f", chunks 0-{chunks - 1}" if several else "")
         parts.append(f'<text x="{x + 5:g}" y="{y + 10}">{words}</text>')
         x += 6.3 * len(words) + 26
     return parts, x

@@ -6,21 +6,23 @@ from collections.abc import Sequence
 
 import attrs
 
-from mfun.schedule.clock import Timing, simulate_time
-from mfun.schedule.ops import Op, ScheduleError
+from mfun.schedule.clock import layer_counts, looped, simulate_time
+from mfun.schedule.ops import AnyOp, Recompute, ScheduleError
 from mfun.schedule.sizes import Costs
 from mfun.schedule.streams import Placement
+from mfun.schedule.timing import Event, Timing
 
 ORDER = Costs(F=1, B=1, I=1, W=1)
 """Every op takes one column: shows the order and nothing else."""
 
 
 def timeline(
-    streams: Sequence[Sequence[Op]], costs: Costs | None = None, place: Placement | None = None
+    streams: Sequence[Sequence[AnyOp]], costs: Costs | None = None, place: Placement | None = None
 ) -> str:
     """The picture of a schedule: a row a stage, a column a unit of time, a dot where it is idle.
 
-    An op that takes several units is drawn in its first and continued by dashes.
+    An op that takes several units is drawn in its first and continued by dashes. `R` is a forward
+    that runs again; what runs beside computation is not drawn.
 
     Args:
       streams: one stream a stage, messages included, as `plan` gives them.
@@ -40,12 +42,22 @@ def timeline(
       stage 0 | F0 F1  .  .  . B0 -- B1 --
       stage 1 |  . F0 F1 B0 -- B1 --  .  .
     """
-    costs = costs or ORDER
+    if costs is None:
+        costs = _one_column(streams, place)
     for name, cost in attrs.asdict(costs).items():
         for one in cost if isinstance(cost, tuple) else (cost,):
             if one is not None and one != int(one):
                 raise ScheduleError(f"cost {name} is {one}, but must be whole: scale the costs")
     return grid(simulate_time(streams, costs, place))
+
+
+def _one_column(streams: Sequence[Sequence[AnyOp]], place: Placement | None) -> Costs:
+    """Costs by which every op takes one column, also where chunks are cut in layers."""
+    place = looped(streams) if place is None else place
+    counts = layer_counts(streams)
+    chunks = {place.slice(place.virtual(*at)): count for at, count in counts.items()}
+    each = tuple(max(chunks.get(i, 1), 1) for i in range(place.depth))
+    return Costs(F=each, B=each, I=each, W=each) if counts else ORDER
 
 
 def grid(timing: Timing) -> str:
@@ -56,13 +68,19 @@ def grid(timing: Timing) -> str:
       >>> print(grid(simulate_time(plan("none", stages=1, microbatches=1))))
       stage 0 | F0 B0 --
     """
-    width = max((len(str(event.op)) for event in timing.events), default=1)
+    width = max((len(_cell(event)) for event in timing.events), default=1)
     rows = [["." for _ in range(int(timing.makespan))] for _ in timing.busy]
     for event in timing.events:
         start, end = int(event.start), int(event.end)
-        rows[event.stage][start:end] = [str(event.op)] + ["-" * width] * (end - start - 1)
+        rows[event.stage][start:end] = [_cell(event)] + ["-" * width] * (end - start - 1)
     label = len(str(len(rows) - 1))
     return "\n".join(
         f"stage {stage:{label}} | " + " ".join(cell.rjust(width) for cell in row)
         for stage, row in enumerate(rows)
     )
+
+
+def _cell(event: Event) -> str:
+    """`F3.1`; `R3.1` where a forward runs again."""
+    text = str(event.op)
+    return text.replace("Recompute", "R") if isinstance(event.op, Recompute) else text

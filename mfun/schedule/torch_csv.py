@@ -13,8 +13,9 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from mfun.schedule.clock import simulate_time
-from mfun.schedule.ops import B, Compute, F, I, Op, ScheduleError, W
+from mfun.schedule.clock import layer_counts, simulate_time
+from mfun.schedule.layers import bare
+from mfun.schedule.ops import AnyOp, B, Compute, F, I, ScheduleError, W
 from mfun.schedule.streams import Placement
 from mfun.schedule.timeline import ORDER
 
@@ -27,8 +28,8 @@ Action = tuple[int, type[Compute], int]  # virtual stage, kind, microbatch
 Cell = tuple[str, tuple[Action, ...]]  # where, what
 
 
-def to_csv(streams: Sequence[Sequence[Op]], place: Placement | None = None) -> str:
-    """A schedule's steps, each op one step long.
+def to_csv(streams: Sequence[Sequence[AnyOp]], place: Placement | None = None) -> str:
+    """A schedule's steps, each op one step long, without what was inserted (`Extras`).
 
     Args:
       streams: one stream a stage, messages included, as `plan` gives them.
@@ -50,7 +51,13 @@ def to_csv(streams: Sequence[Sequence[Op]], place: Placement | None = None) -> s
             f"torch's CSV numbers the stages of one model, but this schedule holds it "
             f"{place.replicas} times"
         )
-    timing = simulate_time(streams, ORDER, place)
+    counts = layer_counts(streams)
+    layers = [
+        [counts.get((stage, chunk), 0) for chunk in range(place.chunks)]
+        for stage in range(len(streams))
+    ]
+    plain = [list(bare(ops, own)) for ops, own in zip(streams, layers, strict=True)]
+    timing = simulate_time(plain, ORDER, place)
     rows = [[""] * int(timing.makespan) for _ in streams]
     for event in timing.events:
         virtual = place.virtual(event.stage, event.op.chunk)

@@ -1,7 +1,8 @@
 """A schedule as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-The pipeline is a process and each stage a thread of it. Messages are flow arrows from the op that
-made them to the op that waits for them; how many chunks are in flight is a counter of each stage.
+The pipeline is a process and each stage a thread of it, followed by one for each of its links where
+anything runs beside. Messages are flow arrows from the op that made them to the op that waits for
+them; how many chunks are in flight is a counter of each stage.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from mfun.schedule.clock import Event, Flight, Timing
-from mfun.schedule.ops import B, Compute, F, I, tag_text
+from mfun.schedule.clock import LIVE
+from mfun.schedule.ops import F, Recompute, W, tag_text
 from mfun.schedule.streams import Placement
+from mfun.schedule.timing import Event, Flight, Timing, Trip
 
 UNIT = 1000
 """Microseconds of the trace in a unit of time, so that a unit is shown as 1 ms."""
 
 Record = dict[str, Any]
+Part = tuple[int, bool, int, int]  # stage, forward or not, microbatch, chunk
 
 
 def to_trace(timing: Timing, title: str, place: Placement | None = None) -> str:
@@ -40,22 +43,33 @@ def to_trace(timing: Timing, title: str, place: Placement | None = None) -> str:
     if place is None:
         chunks = 1 + max((event.op.chunk for event in timing.events), default=0)
         place = Placement(len(timing.busy), chunks)
+    threads = _threads(timing)
     records = [
-        *_names(timing, title),
+        *_names(threads, title),
         *(_slice(event, place) for event in timing.events),
+        *(_trip(trip, threads) for trip in timing.beside),
         *_arrows(timing, place),
         *_counters(timing),
     ]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": records})
 
 
-def _names(timing: Timing, title: str) -> Iterator[Record]:
-    """Process and threads."""
+def _threads(timing: Timing) -> dict[tuple[int, str], int]:
+    """A thread for each stage, "", and after them for each of its links."""
+    stages = len(timing.busy)
+    links = sorted({(trip.stage, trip.link) for trip in timing.beside})
+    threads = {(stage, ""): stage for stage in range(stages)}
+    return threads | {key: stages + i for i, key in enumerate(links)}
+
+
+def _names(threads: dict[tuple[int, str], int], title: str) -> Iterator[Record]:
+    """Process and threads, each stage's together."""
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}
-    for stage in range(len(timing.busy)):
-        place = {"ph": "M", "pid": 0, "tid": stage}
-        yield {**place, "name": "thread_name", "args": {"name": f"stage {stage}"}}
-        yield {**place, "name": "thread_sort_index", "args": {"sort_index": stage}}
+    for index, ((stage, link), thread) in enumerate(sorted(threads.items())):
+        place = {"ph": "M", "pid": 0, "tid": thread}
+        name = f"stage {stage}" + (f" {link}" if link else "")
+        yield {**place, "name": "thread_name", "args": {"name": name}}
+        yield {**place, "name": "thread_sort_index", "args": {"sort_index": index}}
 
 
 def _slice(event: Event, place: Placement) -> Record:
@@ -74,45 +88,62 @@ def _slice(event: Event, place: Placement) -> Record:
     }
 
 
+def _trip(trip: Trip, threads: dict[tuple[int, str], int]) -> Record:
+    """One collective or copy."""
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": threads[trip.stage, trip.link],
+        "name": str(trip.op),
+        "cat": type(trip.op).__name__,
+        "ts": trip.start * UNIT,
+        "dur": (trip.end - trip.start) * UNIT,
+    }
+
+
 def _arrows(timing: Timing, place: Placement) -> Iterator[Record]:
     """Two ends a message. An end belongs to the op around it: so just before the maker's end."""
-    when = {(event.stage, event.op): event for event in timing.events}
+    first: dict[Part, Event] = {}
+    last: dict[Part, Event] = {}
+    for event in timing.events:
+        op = event.op
+        if not isinstance(op, (W, Recompute)):
+            part = event.stage, isinstance(op, F), op.mb, op.chunk
+            first.setdefault(part, event)
+            last[part] = event
     for number, flight in enumerate(timing.flights):
-        maker, user = (when[end] for end in _ends(flight, when, place))
+        made, used = _ends(flight, place)
+        maker, user = last[made], first[used]
         common = {"pid": 0, "cat": "message", "name": tag_text(flight.tag), "id": number}
         before_end = maker.end - min((maker.end - maker.start) / 2, 1 / UNIT)
         yield {**common, "ph": "s", "tid": flight.source, "ts": before_end * UNIT}
         yield {**common, "ph": "f", "bp": "e", "tid": flight.target, "ts": user.start * UNIT}
 
 
-def _ends(
-    flight: Flight, when: dict[tuple[int, Compute], Event], place: Placement
-) -> tuple[tuple[int, Compute], tuple[int, Compute]]:
-    """The stage and op that made a message, and those that need it."""
+def _ends(flight: Flight, place: Placement) -> tuple[Part, Part]:
+    """What made a message, and what needs it."""
     kind, mb, to = flight.tag
-    if kind == "act":
-        return (
-            (flight.source, F(mb, place.chunk(to - 1))),
-            (flight.target, F(mb, place.chunk(to))),
-        )
-    ends = ((flight.source, place.chunk(to + 1)), (flight.target, place.chunk(to)))
-    source, target = (
-        (stage, B(mb, chunk) if (stage, B(mb, chunk)) in when else I(mb, chunk))
-        for stage, chunk in ends
+    forward = kind == "act"
+    maker = to - 1 if forward else to + 1
+    return (
+        (flight.source, forward, mb, place.chunk(maker)),
+        (flight.target, forward, mb, place.chunk(to)),
     )
-    return source, target
 
 
 def _counters(timing: Timing) -> Iterator[Record]:
     """Chunks in flight on each stage, whenever that changes."""
     live = [0] * len(timing.busy)
-    changes = [
-        (event.start if isinstance(event.op, F) else event.end, event.stage, event.op)
+    changes: list[tuple[float, int, int]] = [
+        (event.start if isinstance(event.op, F) else event.end, event.stage, LIVE[type(event.op)])
         for event in timing.events
-        if not isinstance(event.op, I)
+        if not event.op.layer
     ]
-    for time, stage, op in sorted(changes, key=lambda change: change[0]):
-        live[stage] += 1 if isinstance(op, F) else -1
+    changes += [(x.start, x.stage, LIVE.get(type(x.op), 0)) for x in timing.beside]
+    for time, stage, change in sorted(changes, key=lambda change: change[0]):
+        if not change:
+            continue
+        live[stage] += change
         name = f"in flight, stage {stage}"
         yield {
             "ph": "C",
