@@ -252,3 +252,50 @@ def test_no_torch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_inserted_is_drawn_and_timed_by_hand():
+    """Two layers a chunk, one runs again, each reduced for as long as its backward."""
+    words = "none --stages 1 --microbatches 1 --layers 2 --costs 2,2,2 --recompute 1 --reduce 2"
+    assert ok(words).splitlines() == [
+        "none: 1 stage, 1 microbatch",
+        "stage 0 | F0[0] F0[1] B0[1] ----- R0[0] B0[0] -----     .     .",
+        "",
+        "stage  busy  bubble  span  exposed  peak",
+        "    0     7       2     0        2     1",
+        "makespan 9, 22.2% idle, 0 messages, no deadlock",
+    ]
+
+
+def test_layers_share_a_chunks_costs(tmp_path):
+    """In units that make a layer's part whole; and in a picture with what runs beside."""
+    assert "a column is 0.25 units" in ok("1f1b --layers 2 --costs 0.5,1,1 --recompute full")
+    done = run("gpipe --layers 2 --reduce 0.5 --gather 1 --offload 2 --copy 1 --svg a.svg")
+    assert done.exit_code == 0, done.output
+    titles = [x.text or "" for x in ET.parse(tmp_path / "a.svg").iter() if x.tag.endswith("title")]
+    for word in ("Reduce1", "Gather0", "Offload3", "Reload3", "layer 1"):
+        assert any(word in title for title in titles)
+
+
+def test_peak_counts_the_device_only():
+    """Eight microbatches of GPipe, two of which stay."""
+    told = json.loads(ok("gpipe --stages 2 --offload 2 --json"))
+    assert told["peak_in_flight"] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("1f1b --recompute none", "neither full nor a number"),
+        ("1f1b --recompute 0", "neither full nor a number"),
+        ("1f1b --copy 1", "--copy is of --offload"),
+        ("1f1b --reduce -1", "--reduce"),
+        ("zb-h2 --offload 1", "--offload is 1, but at"),
+        ("--compare --layers 2", "leave --layers"),
+        ("1f1b --layers 100000", "more than 300000"),
+    ],
+)
+def test_what_cannot_be_inserted_is_refused(words, message):
+    """By the options' names."""
+    done = run(words)
+    assert done.exit_code == 2 and message in " ".join(done.output.split())

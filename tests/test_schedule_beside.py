@@ -282,9 +282,9 @@ def test_a_picture_has_a_cell_for_everything(name: str) -> None:
     low = [box for box in boxes if box is not None and box.get("height") == "4"]
     assert len(low) == len(timing.beside) > 0
     assert len(titled) == len(timing.events) + len(timing.beside)
-    for word in ("forward again", "reduction", "gather", "to host", "from host"):
+    for word in ("forward again", "gradients", "parameters", "to host", "from host"):
         kinds = {type(x.op) for x in (*timing.events, *timing.beside)}
-        there = {"to host": Offload, "from host": Reload, "gather": Gather, "reduction": Reduce}
+        there = {"to host": Offload, "from host": Reload, "parameters": Gather, "gradients": Reduce}
         assert (word in text) == (there.get(word, Recompute) in kinds)
 
 

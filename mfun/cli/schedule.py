@@ -11,7 +11,8 @@ import attrs
 import click
 
 from mfun.cli import schedule_text as text
-from mfun.cli.schedule_plan import CostsParam, Planned, planned, read
+from mfun.cli.schedule_extras import Inserted, RecomputeParam, dressed
+from mfun.cli.schedule_plan import MOST_TIME, CostsParam, Planned, planned, read
 from mfun.config.fields import did_you_mean
 from mfun.schedule import (
     SCHEDULES,
@@ -32,11 +33,13 @@ EPILOG = """
 NUMBERS
   F is a forward, I a backward to the inputs, W its weights' part, B = I + W
   the whole; F3.1 is microbatch 3 on the stage's chunk 1. Of each stage:
-    busy      time spent in ops
+    busy      time spent in ops, those that run again included
     bubble    makespan - busy
     span      bubble between its own first and last op
-    exposed   of it, waited only because a message travels
+    exposed   of it, waited only because a message or a bucket travels
     peak      most chunks whose activations it keeps
+  In pictures R is a forward that runs again, and F3[0] one of layer 0. What
+  travels beside (reductions, gathers, copies) is in --svg and --trace.
 
 \b
 EXAMPLES
@@ -46,6 +49,7 @@ EXAMPLES
   mfun schedule 1f1b --costs 1,1.2,0.8,0.1 --svg 1f1b.svg
   mfun schedule gpipe --stages 2 --costs 2:1,1,1   (slice 0 is twice as slow)
   mfun schedule --compare --stages 8 --microbatches 32
+  mfun schedule 1f1b --layers 4 --reduce 0.5 --recompute 2 --svg layers.svg
   mfun schedule zbv --csv mine.csv; edit it; mfun schedule mine.csv
 """
 
@@ -62,6 +66,7 @@ class Asked:
     memory: int
     costs: Costs
     overlap: bool
+    inserted: Inserted
     compare: bool
     list_all: bool
     as_json: bool
@@ -90,6 +95,8 @@ class Asked:
 
 _path = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 _at_least_1, _at_least_0 = click.IntRange(1), click.IntRange(0)
+_time = click.FloatRange(0, MOST_TIME)
+INSERTED = tuple(attrs.fields_dict(Inserted))
 
 
 @click.command(
@@ -123,6 +130,22 @@ _at_least_1, _at_least_0 = click.IntRange(1), click.IntRange(0)
     "or one number a slice of the model: 1:2:1:1.",
 )
 @click.option("--overlap/--no-overlap", default=True, help="Messages travel beside ops.")
+@click.option("--layers", default=1, show_default=True, type=_at_least_1, help="Of each chunk.")
+@click.option(
+    "--recompute",
+    type=RecomputeParam(),
+    metavar="full|K",
+    help="Forwards that run again for their backward: all, or the first K layers of each chunk.",
+)
+@click.option(
+    "--offload",
+    type=_at_least_1,
+    metavar="K",
+    help="Most chunks whose activations stay on the device; others go to the host.",
+)
+@click.option("--reduce", type=_time, metavar="TIME", help="Sum each layer's gradients meanwhile.")
+@click.option("--gather", type=_time, metavar="TIME", help="Fetch each layer's parameters to use.")
+@click.option("--copy", type=_time, metavar="TIME", help="Of what a chunk keeps, with --offload.")
 @click.option("--compare", is_flag=True, help="Every schedule, side by side.")
 @click.option("--list", "list_all", is_flag=True, help="The schedules there are.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -135,7 +158,8 @@ def command(**words: object) -> None:
 
     FILE.csv is one as torch.distributed.pipelining writes it, and --csv does.
     """
-    asked = Asked(**words)  # type: ignore[arg-type]
+    inserted = Inserted(**{name: words.pop(name) for name in INSERTED})  # type: ignore[arg-type]
+    asked = Asked(**words, inserted=inserted)  # type: ignore[arg-type]
     try:
         asked = attrs.evolve(asked, costs=attrs.evolve(asked.costs, overlap=asked.overlap))
         _act(asked)
@@ -151,6 +175,7 @@ def _with_options(message: str) -> str:
         ('--group is 1, but --chunks is 2', '--costs: F has 2 numbers')
     """
     message = re.sub(r"\b(stages|microbatches|chunks|group|memory) is\b", r"--\1 is", message)
+    message = re.sub(r"^depth is\b", "--offload is", message)
     return re.sub(r"\bcost ([FBIW])\b", r"--costs: \1", message)
 
 
@@ -192,7 +217,11 @@ def _one(asked: Asked, name: str) -> None:
     """One schedule, in the ways asked for."""
     for option, path in asked.files.items():
         _refuse_existing(option, path, asked.force)
+    if asked.inserted.copy is not None and asked.inserted.offload is None:
+        raise click.UsageError("--copy is of --offload: give that too, or leave it out")
     result = _read(asked, Path(name)) if name.endswith(".csv") else _planned(asked, name)
+    _refuse_large(asked, result.sizes.chunks * asked.inserted.layers)
+    result = dressed(result, asked.inserted)
     makers: dict[str, Callable[[], str]] = {
         "--svg": lambda: to_svg(result.timing, result.title),
         "--trace": lambda: to_trace(result.timing, result.title, result.place),
@@ -235,6 +264,11 @@ def _compare(asked: Asked) -> None:
     if asked.name or asked.files:
         given = f"NAME {asked.name}" if asked.name else next(iter(asked.files))
         raise click.UsageError(f"--compare shows every schedule: leave {given} out")
+    if asked.inserted:
+        raise click.UsageError(
+            "--compare is of the schedules alone: leave --layers, --recompute, --offload, --reduce "
+            "and --gather out"
+        )
     _refuse_large(asked, asked.chunks or 2)
     results: dict[str, Planned | str] = {}
     for name, row in SCHEDULES.items():

@@ -8,8 +8,9 @@ import attrs
 import click
 
 from mfun.schedule import (
+    AnyOp,
     Costs,
-    Op,
+    Extras,
     Placement,
     Schedule,
     ScheduleError,
@@ -66,8 +67,10 @@ class Planned:
     name: str
     sizes: Sizes
     place: Placement
-    streams: tuple[tuple[Op, ...], ...]
+    streams: tuple[tuple[AnyOp, ...], ...]
     timing: Timing
+    layers: int = 1
+    extras: tuple[Extras, ...] | None = None
 
     @property
     def title(self) -> str:

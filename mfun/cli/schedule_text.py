@@ -60,34 +60,35 @@ def lines(result: Planned) -> Iterator[str]:
 
 def grid_lines(result: Planned) -> Iterator[str]:
     """The grid, cut at the edge of a terminal; or why there is none."""
-    whole, unit = whole_costs(result.sizes.costs)
+    whole, unit = whole_costs(result.sizes.costs, result.layers)
     columns = float(Fraction(result.timing.makespan) / unit)
     width = 2 + len(str(result.sizes.microbatches)) + 2 * (result.sizes.chunks > 1)
+    width += 3 * (result.extras is not None)
     if columns * width * result.sizes.stages > GRID:
         yield f"(a grid of {columns:.9g} columns is too wide for text: --svg FILE draws it)"
         return
     if unit != 1:
         yield f"a column is {short(float(unit))} units of time"
-    drawn = grid(simulate_time(result.streams, whole, result.place)).splitlines()
+    drawn = grid(simulate_time(result.streams, whole, result.place, result.extras)).splitlines()
     edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(drawn[0])
     yield from (line if len(line) <= edge else line[: edge - 3] + "..." for line in drawn)
     if len(drawn[0]) > edge:
         yield "(cut at the edge of the terminal: pipe it into less -S, or --svg FILE)"
 
 
-def whole_costs(costs: Costs) -> tuple[Costs, Fraction]:
-    """The same costs in a unit that makes them whole, and that unit.
+def whole_costs(costs: Costs, layers: int = 1) -> tuple[Costs, Fraction]:
+    """The same costs in a unit that makes them, and a layer's share of them, whole; and that unit.
 
     Example:
         >>> whole, unit = whole_costs(Costs(F=1, I=1.5, W=0.5))
         >>> (whole.F, whole.I, whole.W), unit
         ((2, 3, 1), Fraction(1, 2))
     """
-    names = ("F", "B", "I", "W", "latency", "transfer")
+    names = ("F", "B", "I", "W", "latency", "transfer", "reduce", "gather", "offload")
     given = {name: getattr(costs, name) for name in names}
     flat = [
-        Fraction(str(one))
-        for cost in given.values()
+        Fraction(str(one)) / (layers if name in "FBIW" else 1)
+        for name, cost in given.items()
         for one in (cost if isinstance(cost, tuple) else (cost,))
         if one
     ]

@@ -27,8 +27,8 @@ MEANING = {
     "I": "backward to inputs",
     "W": "weights",
     "B": "whole backward",
-    "Reduce": "reduction",
-    "Gather": "gather",
+    "Reduce": "gradients",
+    "Gather": "parameters",
     "Offload": "to host",
     "Reload": "from host",
 }
