@@ -60,6 +60,8 @@ OFFLOAD = train("layers=2 parallel.schedule=gpipe offload=1", "plain")
 ADAM = train("steps=3 lr=0.1 weight_decay=0.5 bias=all")
 CLIP = train("tp=2 pp=2 layers=2 clip=0.05")
 SGD = train("name=sgd steps=3 clip=0.05 weight_decay=0.5")
+MUON = train("name=muon tp=2 steps=2 lr=0.1")
+MUON_HEADS = train("name=muon tp=4 heads=4 kv_heads=2 position=rotary steps=2 lr=0.1")
 LION = train("name=lion steps=3 lr=0.1 weight_decay=0.5")
 OVERRIDES = 'overrides={"embed.*"={lr=0.3},"*"={decay=2.0},"*norm*"={decay=0.5}}'
 GROUPS = train(f"steps=2 lr=0.1 weight_decay=0.5 {OVERRIDES}")
@@ -1683,6 +1685,93 @@ OPTIMIZER = (
         LION,
         "parameter off",
         "the new gradient counts twice",
+    ),
+    Fault(
+        "Muon takes a piece for a matrix",
+        edit("optim.layout:matrices_of", ("lifted(whole_leaf), lifted(cut_leaf)", "dict, dict")),
+        MUON,
+        "parameter off",
+        "another update for every tp, as Megatron's blockwise mode",
+    ),
+    Fault(
+        "Muon takes q, k and v for one matrix",
+        edit("models.specs:_attention", ("(3, h, k, d), (2, 1)", "(3, h, k, d), (3, 1)")),
+        MUON,
+        r"attn\.qkv: parameter off",
+        "v's large gradient decides how far q moves",
+    ),
+    Fault(
+        "Muon takes a copy of a head for the next head",
+        edit("optim.layout:_gather", ('dim + int(axis.part == "outer")', "dim")),
+        MUON_HEADS,
+        "attn.kv: parameter off",
+        "half of the heads are there twice, half not at all",
+    ),
+    Fault(
+        "copies of a head get different heads' updates",
+        edit(
+            "optim.layout:_split",
+            ('at = dim + int(axis.part == "outer")', "at = dim"),
+        ),
+        MUON_HEADS,
+        "attn.kv: (replicas|parameter)",
+        "replicas drift apart",
+    ),
+    Fault(
+        "Muon's momentum does not look ahead",
+        edit("optim.muon:scale_by_muon", ("u.lerp(mu[path], momentum)", "mu[path]")),
+        MUON,
+        "parameter off",
+        "Polyak's momentum instead of Nesterov's",
+    ),
+    Fault(
+        "Newton-Schulz takes a step too few",
+        edit("optim.muon:orthogonalise", ("range(steps)", "range(steps - 1)")),
+        MUON,
+        "parameter off",
+        "singular values far from 1",
+    ),
+    Fault(
+        "Newton-Schulz on the taller side",
+        edit("optim.muon:orthogonalise", ("(y if wide else y.mT).reshape", "y.reshape")),
+        train("name=muon ffn=12 steps=1"),
+        "parameter off",
+        "the update of a tall matrix is its transpose's",
+    ),
+    Fault(
+        "Muon moves the embedding",
+        edit("models.specs:_vocabulary", ("pads=(0,),", "pads=(0,), matrix=(1, 1),")),
+        MUON,
+        r"embed\.tokens: parameter off",
+        "rows that had no token move",
+    ),
+    Fault(
+        "padding counts as zeros",
+        edit("grads.zeros:num_zeros", ("(buffer == 0) & real", "buffer == 0")),
+        holds.zeros_counted,
+        "num_zeros of",
+        "the number depends on tp",
+    ),
+    Fault(
+        "every replica's zeros count",
+        edit("grads.zeros:num_zeros", ("found * own", "found")),
+        holds.zeros_counted,
+        "num_zeros of",
+        "the number depends on tp and pp",
+    ),
+    Fault(
+        "while the batch grows the data position is that of the full batch",
+        edit("train.feed:Feed.step", ("rampup.consumed(train, step)", "step * train.global_batch")),
+        holds.growing_batches,
+        "the samples is",
+        "samples are skipped",
+    ),
+    Fault(
+        "the last step of a size is forgotten",
+        edit("config.rampup:consumed", ("-(-(end - total) // size)", "(end - total) // size + 1")),
+        holds.growing_batches,
+        "the s(izes|amples) is",
+        "another run after a resume than before",
     ),
     Fault(
         "clip_value ignored",

@@ -44,6 +44,7 @@ from mfun.schedule import (
 )
 from mfun.schedule import plan as plan_schedule
 from mfun.spec import P, ParamSpec
+from mfun.train.feed import Feed
 from mfun.train.plan import plan
 from mfun.train.step import Trainer
 from mfun.verify import reference
@@ -310,6 +311,41 @@ def old_state_stays() -> None:
 
     for name in ("adamw", "sgd"):
         _mailbox(small(f"name={name} clip=0.1"), "loss", program)
+
+
+@named
+def zeros_counted() -> None:
+    """zeros of the gradient are counted once, without padding, in every layout and sharded."""
+    for layout in ("tp=2", "tp=2 pp=2 layers=2 dp=2", "dp=2 tp=2 sharding=optim"):
+        config = small(f"count_zeros=true tied=false {layout}")  # 19 rows on two ranks
+
+        def program(trainer: Trainer, batches: Any) -> Any:
+            return (yield from trainer.step(trainer.init(), batches))[1].num_zeros
+
+        settings = settings_of(config)
+        params = reference.init(settings, config.train.seed)
+        whole = reference.loss_and_grads(
+            settings, params, all_batches(config, 0), config.train.seed, 0
+        )
+        want = sum(int((g == 0).sum()) for g in whole.grads.values())
+        for have in _mailbox(config, "loss", program):
+            equal(f"num_zeros of {layout}", have, want)
+
+
+@named
+def growing_batches() -> None:
+    """while the batch grows, each step takes up where the one before stopped."""
+    config = small("dp=2 global_batch=8 microbatches=4 rampup=2,2,12")
+    corpus = data.join([("a", bytes(range(19)) * 40)])
+    taken: list[list[int]] = []
+    for step in range(7):
+        own = [Feed(config, corpus, corpus, dp, torch.device("cpu")).step(step) for dp in (0, 1)]
+        taken.append([n for batches in own for b in batches for n in b["sample"].tolist()])
+        if {len(b["sample"]) for batches in own for b in batches} != {1}:
+            raise Broken("a microbatch changed its size")
+    # batches of 2 up to sample 4, of 4 up to 8, of 6 up to 12, then of 8
+    equal("the sizes", [len(samples) for samples in taken], [2, 2, 4, 6, 8, 8, 8])
+    equal("the samples", [n for samples in taken for n in samples], [*range(38)])
 
 
 def moments(state: Any) -> list[Tensor]:
