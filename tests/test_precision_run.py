@@ -58,8 +58,11 @@ def plain(config: Config, steps: int) -> plain16.Run:
     precision, settings = config.precision, settings_of(config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision.policy]
     scaled, sharding = precision.scaling == "dynamic", config.parallel.sharding
+    params = reference.init(settings, config.train.seed, dtype)
+    if precision.norms == "fp32":
+        params = {p: x.float() if "norm" in p else x for p, x in params.items()}
     return plain16.train(
-        reference.init(settings, config.train.seed, dtype),
+        params,
         [[batches(config, dp, s) for dp in range(config.parallel.dp)] for s in range(steps)],
         settings["model"],
         lambda n: reference.learning_rate(settings, n),
@@ -143,6 +146,15 @@ def test_one_device_equals_plain_torch(policy: str, batch: int) -> None:
         for a, b in zip(right.masters.values(), plain(config, 1).masters.values(), strict=True)
     )
     assert moved > 1.0
+
+
+def test_wide_norms_among_bf16() -> None:
+    """Bug row 77: fp32 norms and float32 gradients beside bf16, two ranks: torch's, to the bit."""
+    config = config_of(f"{BF16} precision.norms=fp32 parallel.dp=2 train.global_batch=8")
+    layout, right = plan(config), plain(config, 4)
+    assert {x.dtype for x in right.params.values()} == {torch.bfloat16, torch.float32}
+    for found, seen in in_threads(layout, 4):
+        assert_plain(found, seen, right)
 
 
 @pytest.mark.parametrize("sharding", ["no_shard", "optim", "optim_grads", "optim_grads_params"])

@@ -41,7 +41,7 @@ MOST USED SETTINGS (--dry shows them all)
   parallel.layers_per_stage=1,3     blocks of each pipeline stage
   train.steps= seed= global_batch= microbatches= eval_every= checkpoint_every=
   optim.lr= min_lr= warmup= schedule=constant|linear|cosine|inverse_sqrt|wsd
-  precision.policy=fp32|fp64
+  precision.policy=fp32|fp64|bf16|fp16
   data.path=a.txt,folder   text files and folders; empty: the standard library
 
 \b
