@@ -108,7 +108,8 @@ def gradient_lines(layout: Plan) -> Iterator[str]:
 
 def _layers_text(layers: Sequence[Layer]) -> str:
     """What a chunk holds: `embedding, blocks 0-3`."""
-    blocks = [int(x.name.removeprefix("blocks.")) for x in layers if x.name.startswith("blocks.")]
+    halves = [x.name.split(".")[1] for x in layers if x.name.startswith("blocks.")]
+    blocks = sorted(set(map(int, halves)))
     names = ["embedding"] * any(x.name == "embed" for x in layers)
     names += [f"blocks {numbers(blocks)}"] * bool(blocks)
     names += ["head"] * any(x.name == "head" for x in layers)
@@ -128,7 +129,7 @@ def stream_lines(layout: Plan) -> Iterator[str]:
     name, sizes = cfg.schedule_name(config), cfg.microbatch_sizes(config)
     row, given = cfg.schedule(config)
     place = row.place(given)
-    idle = simulate_time(streams(config), place=place).idle
+    idle = simulate_time(layout.streams, place=place).idle
     yield (
         f"{name}, {stages} stage{'s' * (stages > 1)}, {len(sizes)} microbatches of "
         f"{numbers(sorted(set(sizes)))} sequences a rank; idle {idle:.1%} if B takes twice F"
