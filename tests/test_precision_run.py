@@ -37,6 +37,7 @@ SMALL = (
 BF16, FP16 = "precision.policy=bf16", "precision.policy=fp16"
 SCALING = f"{FP16} precision.initial_scale=524288 precision.growth_every=4"
 PLANTED = {3: 1, 9: 1}  # step, from 1: the data rank whose loss overflows
+SHARDINGS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 HUGE = 2.0**20  # a weight of one token's loss that takes its gradient out of fp16's range
 
 
@@ -148,16 +149,18 @@ def test_one_device_equals_plain_torch(policy: str, batch: int) -> None:
     assert moved > 1.0
 
 
-def test_wide_norms_among_bf16() -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_wide_norms_among_bf16(sharding: str) -> None:
     """Bug row 77: fp32 norms and float32 gradients beside bf16, two ranks: torch's, to the bit."""
-    config = config_of(f"{BF16} precision.norms=fp32 parallel.dp=2 train.global_batch=8")
+    text = f"{BF16} precision.norms=fp32 parallel.dp=2 parallel.sharding={sharding}"
+    config = config_of(f"{text} train.global_batch=8")
     layout, right = plan(config), plain(config, 4)
     assert {x.dtype for x in right.params.values()} == {torch.bfloat16, torch.float32}
     for found, seen in in_threads(layout, 4):
         assert_plain(found, seen, right)
 
 
-@pytest.mark.parametrize("sharding", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
 def test_overflow_on_one_rank(sharding: str) -> None:
     """Planted on rank 1 at steps 3 and 9: scales, skips and weights of both are plain torch's."""
     config = config_of(f"{SCALING} parallel.dp=2 train.global_batch=8 parallel.sharding={sharding}")

@@ -38,7 +38,7 @@ def lay_out(
         specs: the stage's tree of `ParamSpec`.
         table: reductions by path.
         mesh: the mesh.
-        dtype: of the gradients.
+        dtype: of the parameters; a wide one among 16-bit ones shares no bucket with them.
         bucket_size: elements after which a bucket is closed; None for one bucket per group.
         sharded: pad, so that every shard group can cut its buckets.
         apart: leaves of different values here share no bucket.
@@ -57,7 +57,7 @@ def lay_out(
             (
                 path,
                 local_shape(spec, mesh),
-                (str(dtype), *table[path].group, apart.get(path)),
+                (str(spec.dtype_among(dtype)), *table[path].group, apart.get(path)),
                 _tied(table[path]),
             )
             for path, spec in leaves.items()

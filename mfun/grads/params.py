@@ -33,7 +33,7 @@ class ParamBuffers:
         specs: the stage's tree of `ParamSpec`.
         table: reductions by path.
         buckets: from `lay_out`, sharded; the gradients' own.
-        dtype: of the parameters.
+        dtypes: of the parameters of each bucket.
         device: where.
 
     Attributes:
@@ -46,13 +46,14 @@ class ParamBuffers:
         specs: Any,
         table: Mapping[str, Reduction],
         buckets: Sequence[flat.Bucket],
-        dtype: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         device: torch.device | str = "cpu",
     ) -> None:
         self.world, self.buckets = world, tuple(buckets)
         self.axes = [table[bucket.spans[0].path].axes for bucket in buckets]
         self.buffers = [
-            torch.zeros(*world.lead, bucket.size, dtype=dtype, device=device) for bucket in buckets
+            torch.zeros(*world.lead, bucket.size, dtype=dtype, device=device)
+            for bucket, dtype in zip(buckets, dtypes, strict=True)
         ]
         self.views = views(self.buckets, self.buffers, specs)
         self.bucket_of = {span.path: b.index for b in self.buckets for span in b.spans}

@@ -18,12 +18,20 @@ from mfun.train.plan import Plan
 Leaves = Mapping[str, Tensor]
 
 
-def flat_params(plan: Plan, world: World, like: Tensor) -> ParamBuffers:
-    """Buffers for this stage's parameters or as many numbers, of the type and device of `like`."""
+def flat_params(plan: Plan, world: World, like: Leaves) -> ParamBuffers:
+    """Buffers for this stage's parameters or as many numbers, of the types and device of `like`.
+
+    Args:
+        plan: the layout.
+        world: of this rank.
+        like: leaves by path, or shards.
+    """
     stage = plan.stages[world.stage]
-    return ParamBuffers(
-        world, stage.specs, plan.table, plan.buckets(stage.index), like.dtype, like.device
-    )
+    buckets = plan.buckets(stage.index)
+    names = [b.spans[0].path if b.spans[0].path in like else shard_name(b.index) for b in buckets]
+    device = like[names[0]].device if names else "cpu"
+    dtypes = [like[name].dtype for name in names]
+    return ParamBuffers(world, stage.specs, plan.table, buckets, dtypes, device)
 
 
 def by_path(plan: Plan, world: World, value: Any) -> Waits[Any]:
@@ -36,7 +44,7 @@ def by_path(plan: Plan, world: World, value: Any) -> Waits[Any]:
     """
 
     def gathered(shards: Leaves) -> Waits[Leaves]:
-        whole = flat_params(plan, world, next(iter(shards.values())))
+        whole = flat_params(plan, world, shards)
         yield from whole.fill(shards)
         return whole.views
 
@@ -48,7 +56,7 @@ def by_shard(plan: Plan, world: World, value: Any) -> Any:
     """Every dict of leaves by path in a value as this rank's shards: the inverse of `by_path`."""
 
     def cut(leaves: Leaves) -> Waits[Leaves]:
-        whole = flat_params(plan, world, next(iter(leaves.values())))
+        whole = flat_params(plan, world, leaves)
         whole.load(leaves)
         return {name: shard.clone() for name, shard in whole.shards().items()}
         yield ""

@@ -161,7 +161,7 @@ class Trainer:
     def _flat(self, leaves: Mapping[str, Tensor]) -> ParamBuffers:
         """The flat buffers of these parameters; a state that came from elsewhere is copied."""
         if self.flat is None or not self.flat.holds(leaves):
-            self.flat = flat_params(self.plan, self.world, next(iter(leaves.values())))
+            self.flat = flat_params(self.plan, self.world, leaves)
             self.flat.load(leaves)
         return self.flat
 
@@ -261,7 +261,7 @@ class Trainer:
         if self.plan.shards_params:
             return new
         if self.flat is None or not donate:
-            self.flat = flat_params(self.plan, self.world, next(iter(new.values())))
+            self.flat = flat_params(self.plan, self.world, new)
         yield from self.flat.fill(new)
         return tree.unflatten(self.flat.views)
 
@@ -284,7 +284,7 @@ class Trainer:
             params = tree.map(self._computed, self.stage.specs, state.params)
             return Program(self.world, self.stage, params, derivatives=kind)
         if self.flat is None:
-            self.flat = flat_params(self.plan, self.world, next(iter(state.params.values())))
+            self.flat = flat_params(self.plan, self.world, state.params)
             for bucket in self.flat.buckets:
                 self.flat.release(bucket.index)
         params = tree.unflatten(self.flat.views)
