@@ -22,6 +22,7 @@ from mfun.comm import ProcessWorld, finish
 from mfun.config import Config, ConfigError, from_toml, load, resolve, to_toml
 from mfun.data import DataError
 from mfun.mesh import Mesh
+from mfun.plan.memory import account
 from mfun.train import loop, metrics
 from mfun.train.feed import feed
 from mfun.train.lifecycle import (
@@ -34,7 +35,7 @@ from mfun.train.lifecycle import (
     held,
     open_run,
 )
-from mfun.train.memory import kept_bytes, memory
+from mfun.train.memory import kept_bytes
 from mfun.train.plan import plan
 from mfun.train.replicas import ReplicaError, check_replicas, fingerprint
 from mfun.train.step import State, Trainer
@@ -561,7 +562,7 @@ def test_the_estimate_is_exact_for_parameters_and_optimizer(text):
     job = loop.job(config)
     state = job.trainer.init()
     params = sum(x.nbytes for x in tree.flatten(state.params).values())
-    estimate = memory(job.plan, 0)
+    estimate = account(job.plan, 0)
     assert (estimate.params, estimate.opt) == (params, 2 * params)
     assert estimate.grads == sum(b.nbytes for b in job.trainer.buffers(state.params).buffers)
 

@@ -16,9 +16,10 @@ from mfun.grads import Reduction, explain
 from mfun.grads import normalise as normalisation
 from mfun.mesh import FAMILIES
 from mfun.nn.layer import Layer
+from mfun.plan.memory import account
 from mfun.schedule import simulate_time, timeline
 from mfun.spec import ParamSpec, local_shape
-from mfun.train.memory import in_flight, memory
+from mfun.train.memory import in_flight
 from mfun.train.plan import Plan, plan, streams
 
 GROUPS_SHOWN = 4
@@ -142,9 +143,9 @@ def stream_lines(layout: Plan) -> Iterator[str]:
 
 def memory_lines(layout: Plan) -> Iterator[str]:
     """Bytes of a rank of each stage."""
-    yield "a rank's, by formula (mfun/train/memory.py); activations of microbatches in flight"
+    yield "a rank's, by formula (mfun/plan/memory.py); activations of microbatches in flight"
     for stages in distinct_stages(layout):
-        m = memory(layout, stages[0])
+        m = account(layout, stages[0])
         yield (
             f"stage {numbers(stages)}: {size(m.total)} = parameters {size(m.params)} + gradients "
             f"{size(m.grads)} + optimizer {size(m.opt)} + activations {size(m.activations)} "

@@ -1,9 +1,7 @@
-"""What a rank's memory holds during a step, from shapes alone: a formula, not a measurement.
+"""Activations that a rank keeps during a step, from shapes alone: a formula, not a measurement.
 
-    parameters    sum of local shapes
-    gradients     the flat buffers, padding included
-    optimizer     AdamW two moments a parameter, SGD and Lion one, Muon one of a matrix; in its type
-    activations   what the layers in flight keep (by the schedule's stream), by `layer_bytes`
+The layers in flight, by the schedule's stream, keep what `layer_bytes` says; `mfun.plan.memory` has
+the rest of a rank's memory.
 
 A block keeps, for each token (d hidden, h query and g key heads of k, f feed-forward, t = tp,
 r = t under sequence parallelism, else 1):
@@ -15,8 +13,7 @@ r = t under sequence parallelism, else 1):
 
 The head keeps 3 d / r (its norm's input and output, the gradient computed with the loss), its
 weight's gradient, and for a moment a chunk of logits. A layer that runs again for its backward
-keeps d / r, its input, until then. Temporaries, the allocator's slack and the
-buffers of the communication library come on top.
+keeps d / r, its input, until then. A layer's temporaries come on top.
 """
 
 from __future__ import annotations
@@ -27,69 +24,13 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-import attrs
-
 from mfun import config as cfg
-from mfun import optim, tree
 from mfun.config import Config
 from mfun.schedule import B, F, Op, W
 from mfun.schedule.layers import bare, expand
 from mfun.schedule.ops import Offload, Recompute, Reload
-from mfun.spec import local_shape
 from mfun.train.extras import recomputed
 from mfun.train.plan import Plan
-
-
-@attrs.frozen(kw_only=True)
-class Memory:
-    """Bytes of one rank of a pipeline stage.
-
-    Args:
-        params, grads, opt, activations: as in the module's docstring.
-        in_flight: chunks of microbatches whose activations are kept at once.
-    """
-
-    params: int
-    grads: int
-    opt: int
-    activations: int
-    in_flight: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.params + self.grads + self.opt + self.activations
-
-
-def memory(plan: Plan, stage: int) -> Memory:
-    """The estimate for a rank of a stage; all ranks of a stage are alike.
-
-    Args:
-        plan: the layout.
-        stage: which.
-
-    Example:
-        >>> from mfun.config import load, resolve
-        >>> from mfun.train.plan import plan
-        >>> m = memory(plan(resolve(load("tiny"), None)), stage=0)
-        >>> m.opt == 2 * m.params, m.in_flight
-        (True, 2)
-    """
-    config, itemsize = plan.config, plan.dtype.itemsize
-    specs = tree.flatten(plan.stages[stage].specs)
-    elements = sum(math.prod(local_shape(spec, plan.mesh)) for spec in specs.values())
-    moments = sum(
-        math.prod(local_shape(spec, plan.mesh))
-        * optim.moments(config.optim, matrix=bool(spec.matrix))
-        for spec in specs.values()
-    )
-    return Memory(
-        params=elements * itemsize,
-        grads=sum(buffer.numel() for buffer in plan.buffers(stage).buffers) * itemsize,
-        opt=moments * itemsize,
-        activations=max(live_activations(plan, stage)),
-        in_flight=max(in_flight(plan, stage)),
-    )
 
 
 def in_flight(plan: Plan, stage: int) -> list[int]:
@@ -156,7 +97,7 @@ class Kept(NamedTuple):
 
 def layer_bytes(plan: Plan, stage: int) -> dict[tuple[int, int], Kept]:
     """What each layer of a stage, (chunk, layer), keeps."""
-    config, itemsize = plan.config, plan.dtype.itemsize
+    config, itemsize = plan.config, plan.compute_dtype.itemsize
     tokens = cfg.microbatch_sizes(config)[0] * config.model.seq_len
     x = tokens * itemsize * config.model.hidden / _sequence(config)
     attention = tokens * (itemsize * attention_elements(config) + mask_bytes(config))

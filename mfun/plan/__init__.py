@@ -1,0 +1,1 @@
+"""What a layout costs, worked out before anything runs."""
