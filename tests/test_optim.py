@@ -15,6 +15,7 @@ from torch import Tensor
 from mfun.config import OptimConfig
 from mfun.optim import (
     Leaves,
+    Matrix,
     Transform,
     adamw,
     add_decayed_weights,
@@ -25,6 +26,7 @@ from mfun.optim import (
     cosine,
     learning_rate,
     lion,
+    muon,
     named_chain,
     restore_state,
     scale_by_adam,
@@ -96,6 +98,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Transform]] = {
     "sgd of blocks": lambda lr: sgd_chain(lr, 0.3, MASK),
     "lion": lambda lr: lion(lr, b1=0.8, b2=0.93, weight_decay=0.3, groups=MASK),
     "lion of blocks": lambda lr: lion_chain(lr, 0.3, MASK),
+    "muon": lambda lr: muon(lr, {"embed.tokens": Matrix()}, weight_decay=0.3, groups=MASK),
     "clip by value and adamw": lambda lr: named_chain(
         clip=clip_by_value(0.3), adamw=adamw(lr, **HYPER, groups=MASK)
     ),
@@ -493,5 +496,6 @@ def test_learning_rate_must_be_one() -> None:
     with pytest.raises(ValueError, match="holds 0 learning rates"):
         learning_rate({"m": {}})
     rate = {"count": 1, "lr": 0.1}
-    with pytest.raises(ValueError, match=r"2 learning rates \(\['a.lr', 'b.lr'\]\)"):
-        learning_rate({"a": rate, "b": rate})
+    assert learning_rate({"a": rate, "b": rate}) == 0.1
+    with pytest.raises(ValueError, match=r"2 learning rates \(\{'a.lr': 0.1, 'b.lr': 0.2\}\)"):
+        learning_rate({"a": rate, "b": {**rate, "lr": 0.2}})
