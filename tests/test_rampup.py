@@ -203,9 +203,11 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def test_muon_resumes_to_the_bit(config: Config, tmp_path: Path) -> None:
-    """Momentum of matrices and moments of the rest are in the checkpoint."""
-    config = override(config, ["optim.name=muon", "train.rampup="])
+@pytest.mark.parametrize("sharding", ["no_shard", "optim", "optim_grads_params"])
+def test_muon_resumes_to_the_bit(config: Config, sharding: str, tmp_path: Path) -> None:
+    """Momentum of matrices and moments of the rest are in the checkpoint, also of shards."""
+    shards = f"parallel.sharding={sharding}"
+    config = override(config, ["optim.name=muon", "train.rampup=", shards])
     assert config.train.rampup == ()
     whole = list(loop.train(loop.job(config, folder=_made(tmp_path / "whole"))))
     folder = _made(tmp_path / "stopped")

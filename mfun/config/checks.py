@@ -205,11 +205,6 @@ def _rates(config: Config) -> Iterator[str]:
     optim = config.optim
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr is {optim.min_lr:g}, above optim.lr = {optim.lr:g}; lower it."
-    if optim.name == "muon" and config.parallel.sharding != "no_shard":
-        yield (
-            f"optim.name is muon and parallel.sharding is {config.parallel.sharding}, whose shards "
-            "cut across the matrices that Muon moves whole; use no_shard or another optimizer."
-        )
 
 
 def _undivided(key: str, value: int, by: str, size: int) -> str:

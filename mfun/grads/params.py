@@ -124,11 +124,12 @@ class ParamBuffers:
         """Gather every rank's shards into the buffers; all are on their way before one is awaited.
 
         Args:
-            shards: by `shard_name`; may be views of the buffers.
+            shards: by `shard_name`, of all buckets or some; may be views of the buffers.
         """
         going = [
             self.world.gather(buffer, shards[shard_name(i)], self.axes[i])
             for i, buffer in enumerate(self.buffers)
+            if shard_name(i) in shards
         ]
         for one in going:
             yield from one

@@ -90,10 +90,13 @@ class Plan:
     def buckets(self, stage: int) -> tuple[Bucket, ...]:
         """How a stage's gradients lie in flat buffers; sharded, its parameters too.
 
-        Sharded, what one bucket holds has equal multipliers (`optim.groups_of`); where buffers come
-        and go with the layers that use them, it is also of one layer.
+        Sharded, what one bucket holds has equal multipliers (`optim.groups_of`), and for Muon it is
+        hidden matrices or none; where buffers come and go with the layers that use them, it is also
+        of one layer.
         """
         apart: dict[str, tuple[Any, ...]] = {**self.groups} if self.sharded else {}
+        if self.config.optim.name == "muon":
+            apart = {path: (*key, bool(self.specs[path].matrix)) for path, key in apart.items()}
         if self.shards_grads:
             users = self.stages[stage].holders
             apart = {path: (*key, min(users({path}), default=())) for path, key in apart.items()}

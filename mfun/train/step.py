@@ -26,7 +26,7 @@ from mfun.schedule.ops import AnyOp
 from mfun.spec import ParamSpec, init_params
 from mfun.train.plan import Dressed, Plan, dressed, forward_streams
 from mfun.train.rounding import words_by_path, words_by_shard
-from mfun.train.shards import by_shard, flat_params
+from mfun.train.shards import by_shard, flat_params, sharded_matrices
 
 Batch = Mapping[str, Tensor]
 
@@ -101,7 +101,10 @@ def build_optimizer(
         buckets = plan.buckets(shards_of)
         groups = {shard_name(i): groups[bucket.spans[0].path] for i, bucket in enumerate(buckets)}
     config = plan.config
-    matrices = optim.matrices_of(plan.specs, world)
+    if shards_of is None or world is None:
+        matrices = optim.matrices_of(plan.specs, world)
+    else:
+        matrices = sharded_matrices(plan, world)
     optimizer = optim.build(config.optim, config.train.steps, groups, matrices)
     key = rng.key(config.train.seed, "rounding")
     return optim.with_precision(optimizer, config.precision, key=key, words=words)
