@@ -30,7 +30,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "sharding": STRATEGIES,
     "tp": ("1", "2"),
     "pp": ("1", "2"),
-    "dp": ("1", "2", "3"),
+    "dp": ("1", "2", "3", "4"),
+    "shard_copies": ("1", "2"),
     "sequence_parallel": ("false", "true"),
     "overlap": ("false", "true"),
     "schedule": ("1f1b", "gpipe", "zb-h1", "interleaved"),
@@ -53,8 +54,11 @@ SMALL = (
 
 
 def allowed(row: Row) -> bool:
-    """Chunks need stages."""
-    return not (row.get("pp") == "1" and row.get("schedule") == "interleaved")
+    """Chunks need stages, and copies shards of half the data ranks."""
+    chunks = row.get("pp") == "1" and row.get("schedule") == "interleaved"
+    copies = row.get("shard_copies") == "2"
+    odd = copies and row.get("dp") in ("1", "3")
+    return not (chunks or odd or (copies and row.get("sharding") == "no_shard"))
 
 
 def config_of(row: Row) -> Config:
@@ -63,7 +67,8 @@ def config_of(row: Row) -> Config:
     pp, dp, count = (int(row.get(name, "1")) for name in ("pp", "dp", "microbatches"))
     layers = 3 if row["schedule"] != "interleaved" else 5
     sections = {
-        "parallel": "sharding tp pp dp sequence_parallel overlap bucket_size prefetch recompute",
+        "parallel": "sharding shard_copies tp pp dp sequence_parallel overlap bucket_size "
+        "prefetch recompute",
         "model": "tied kv_heads dropout",
         "train": "microbatches loss_norm",
         "optim": "clip",
@@ -125,6 +130,7 @@ def test_grid_equals_one_device(seed: int, place: Callable[[Plan], list[RankResu
     [
         {"dp": "2", "microbatches": "2", "recompute": "full", "dropout": "0.1"},
         {"dp": "3", "microbatches": "1"},
+        {"dp": "4", "shard_copies": "2"},
         {"dp": "2", "tp": "2", "sequence_parallel": "true", "overlap": "true"},
         {"dp": "2", "pp": "2", "microbatches": "4", "schedule": "zb-h1", "overlap": "true"},
     ],

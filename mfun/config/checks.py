@@ -26,7 +26,19 @@ def check(config: Config) -> None:
       Traceback (most recent call last):
       mfun.config.fields.ConfigError: model.heads is 6 and model.kv_heads is 4; each key head ...
     """
-    parts = (_unbuilt, _widths, _heads, _positions, _stages, _recompute, _batches, _rampup, _rates)
+    parts = (
+        _unbuilt,
+        _widths,
+        _heads,
+        _positions,
+        _stages,
+        _recompute,
+        _gathered,
+        _batches,
+        _shards,
+        _rampup,
+        _rates,
+    )
     problems = [problem for part in parts for problem in part(config)]
     problems += precision_problems(config.precision)
     if problems:
@@ -156,6 +168,16 @@ def _recompute(config: Config) -> Iterator[str]:
         )
 
 
+def _gathered(config: Config) -> Iterator[str]:
+    params, compute, *_ = config.precision.formats
+    if config.parallel.sharding == "optim_grads_params" and params != compute:
+        yield (
+            f"precision.params is {params} and precision.compute is {compute}, but parallel."
+            "sharding = optim_grads_params gathers parameters as they are used; give both one "
+            "format, or use sharding=optim_grads."
+        )
+
+
 def _batches(config: Config) -> Iterator[str]:
     train, dp = config.train, config.parallel.dp or 1
     if train.global_batch % dp:
@@ -166,6 +188,18 @@ def _batches(config: Config) -> Iterator[str]:
             f"sequences of a data parallel rank (train.global_batch = {train.global_batch} over "
             f"parallel.dp = {dp}); use fewer microbatches or a larger batch."
         )
+
+
+def _shards(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    copies, dp = parallel.shard_copies, parallel.dp or 1
+    if copies > 1 and parallel.sharding == "no_shard":
+        yield (
+            f"parallel.shard_copies is {copies}, but parallel.sharding is no_shard, which cuts "
+            "nothing; choose a sharding, or 1."
+        )
+    elif parallel.dp and dp % copies:
+        yield _undivided("parallel.dp", dp, "parallel.shard_copies", copies)
 
 
 def _rampup(config: Config) -> Iterator[str]:

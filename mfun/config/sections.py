@@ -148,6 +148,7 @@ class ParallelConfig:
       sequence_parallel: cut norms, dropout and residuals along the sequence over ``tp``.
       sharding: what is cut over the data parallel ranks.
       overlap: communicate gradients and parameters beside computation.
+      shard_copies: of every shard over ``dp``, each within its own part of the ranks; 1 is none.
       prefetch: buckets of sharded parameters that are gathered before they are needed.
       bucket_size: elements at which a gradient bucket closes; 0 means the default.
       recompute: which layers run again for their backward and keep only their input: full is all
@@ -178,6 +179,7 @@ class ParallelConfig:
     sequence_parallel: bool = flag(False)
     sharding: Sharding = choice("no_shard", Sharding)
     overlap: bool = flag(False)
+    shard_copies: int = whole(1, least=1)
     prefetch: int = whole(1)
     bucket_size: int = whole(0)
     recompute: Recompute = choice("none", Recompute)

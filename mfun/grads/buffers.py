@@ -51,7 +51,7 @@ def lay_out(
         [(79, 128)]
     """
     leaves: dict[str, ParamSpec] = tree.flatten(specs)
-    sizes = [math.prod(map(mesh.size, table[path].axes)) for path in leaves]
+    sizes = [math.prod(map(mesh.size, table[path].shard_axes)) for path in leaves]
     return flat.plan_buckets(
         [
             (

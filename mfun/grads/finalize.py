@@ -70,7 +70,7 @@ def start_reduce(world: World, grads: GradBuffers, bucket: int) -> None:
     grads.close(bucket)
     row, buffer = grads.row(bucket), grads.buffers[bucket]
     if grads.sharded:
-        grads.sums[bucket] = world.reduce_scatter(buffer, row.axes)
+        grads.sums[bucket] = world.reduce_scatter(buffer, row.shard_axes)
         if grads.release:
             grads.reopen(bucket)
     else:
@@ -86,9 +86,9 @@ def _as_it_is(x: Tensor) -> Waits[Tensor]:
 def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
     """Make the gradients in flat buffers whole: weights, then one collective a bucket.
 
-    In place; or, sharded, each rank gets its shards of the sums, and a shard of a leaf that is tied
-    over stages is then added up over these. Buckets that the stream has reduced already are only
-    waited for.
+    In place; or, sharded, each rank gets its shards of the sums, and a shard that other ranks or
+    (of a tied leaf) other stages hold too is then added up over these. Buckets that the stream has
+    reduced already are only waited for.
 
     Args:
         world: of this rank.
@@ -103,21 +103,27 @@ def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
             continue
         whole = yield from grads.sums.pop(i)
         if grads.sharded:  # its place in the buffer is as good as memory of its own
-            place = world.shard(grads.buffers[i], grads.row(i).axes)
+            place = world.shard(grads.buffers[i], grads.row(i).shard_axes)
             grads.shards[i] = place.copy_(whole)
         elif whole is not grads.buffers[i]:
             grads.buffers[i].copy_(whole)
     for i in grads.order():
-        if grads.sharded and (joined := grads.row(i).joined):
-            grads.shards[i] = yield from world.all_reduce(grads.shards[i], (), joined)
+        row = grads.row(i)
+        if grads.sharded and (row.copy_axes or row.joined):
+            whole = world.all_reduce(grads.shards[i], row.copy_axes, row.joined)
+            grads.shards[i] = yield from whole
 
 
-def owns(row: Reduction, mesh: Mesh, stage: int) -> Callable[[Mapping[str, int]], Tensor]:
+def owns(
+    row: Reduction, mesh: Mesh, stage: int, sharded: bool = False
+) -> Callable[[Mapping[str, int]], Tensor]:
     """Whether the rank at some coordinates counts a leaf in the norm: 1 for one holder, else 0.
 
-    The data axes are left out: every data rank sums up for itself.
+    The data axes are left out: every data rank sums up for itself. Of a shard only copies are not
+    counted.
     """
-    axes: list[AxisLike] = [axis for axis in row.axes if axis not in ("dp", "cp")]
+    whole: list[AxisLike] = [axis for axis in row.axes if axis not in ("dp", "cp")]
+    axes = row.copy_axes if sharded else whole
 
     def value(coords: Mapping[str, int]) -> Tensor:
         first = all(axis_index(axis, mesh, coords) == 0 for axis in axes)
@@ -131,8 +137,7 @@ def global_norm(world: World, grads: GradBuffers) -> Waits[Tensor]:
 
     Args:
         world: of this rank.
-        grads: finalized buffers. Of shards, which no two ranks of a stage share, all are counted;
-            a tied one on its first stage.
+        grads: finalized buffers.
 
     Returns:
         The norm, float64, of shape `world.lead`; the same on all ranks.
@@ -140,10 +145,7 @@ def global_norm(world: World, grads: GradBuffers) -> Waits[Tensor]:
     total = torch.zeros(world.lead, dtype=torch.float64)
     for i, buffer in grads.finished().items():
         row = grads.row(i)
-        if grads.sharded:
-            own = float(world.stage == row.stages[0])
-        else:
-            own = world.build(owns(row, world.mesh, world.stage))
+        own = world.build(owns(row, world.mesh, world.stage, grads.sharded))
         total = total.to(buffer.device) + sum_of_squares(buffer) * own
     everywhere = tuple(range(world.mesh.pp))
     axes = ("tp", "dp", "cp") if grads.sharded else ("tp",)

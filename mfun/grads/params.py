@@ -50,7 +50,7 @@ class ParamBuffers:
         device: torch.device | str = "cpu",
     ) -> None:
         self.world, self.buckets = world, tuple(buckets)
-        self.axes = [table[bucket.spans[0].path].axes for bucket in buckets]
+        self.axes = [table[bucket.spans[0].path].shard_axes for bucket in buckets]
         self.buffers = [
             torch.zeros(*world.lead, bucket.size, dtype=dtype, device=device)
             for bucket, dtype in zip(buckets, dtypes, strict=True)

@@ -66,17 +66,30 @@ class Reduction:
         axes: its shard group's axes within a stage (of size above 1).
         stages: the stages that hold it; more than one where it is tied over the pipeline.
         rows: one for each axis of the two groups.
+        copies: of every shard, over dp, where gradients are sharded.
     """
 
     path: str
     axes: tuple[AxisLike, ...]
     stages: tuple[int, ...]
     rows: tuple[Row, ...]
+    copies: int = 1
 
     @property
     def joined(self) -> tuple[int, ...] | None:
         """The stages to reduce over, None when the leaf lives on one."""
         return self.stages if len(self.stages) > 1 else None
+
+    @property
+    def shard_axes(self) -> tuple[AxisLike, ...]:
+        """Whose ranks each keep another shard: all, or of dp the inner part."""
+        inner = Factor("dp", self.copies).inner
+        return tuple(inner if a == "dp" and self.copies > 1 else a for a in self.axes)
+
+    @property
+    def copy_axes(self) -> tuple[AxisLike, ...]:
+        """Whose ranks keep the same shard: of dp the outer part, if it has one."""
+        return (Factor("dp", self.copies),) if self.copies > 1 and "dp" in self.axes else ()
 
     @property
     def weight(self) -> float:
@@ -105,7 +118,9 @@ def _declared(path: str, spec: ParamSpec, axis: AxisLike) -> str:
     )
 
 
-def reduction(path: str, spec: ParamSpec, mesh: Mesh, stages: Sequence[int]) -> Reduction:
+def reduction(
+    path: str, spec: ParamSpec, mesh: Mesh, stages: Sequence[int], copies: int = 1
+) -> Reduction:
     """The reduction of one leaf.
 
     Args:
@@ -113,6 +128,7 @@ def reduction(path: str, spec: ParamSpec, mesh: Mesh, stages: Sequence[int]) -> 
         spec: its spec.
         mesh: the mesh.
         stages: the pipeline stages that hold it.
+        copies: of every shard, over dp.
 
     Raises:
         ValueError: it is replicated over a model axis without a declaration.
@@ -128,16 +144,17 @@ def reduction(path: str, spec: ParamSpec, mesh: Mesh, stages: Sequence[int]) -> 
     ]
     if len(stages) > 1:
         rows.append(Row("pp", len(stages), "tied"))
-    return Reduction(path, axes, tuple(stages), tuple(rows))
+    return Reduction(path, axes, tuple(stages), tuple(rows), copies)
 
 
-def reductions(stage_specs: Sequence[Any], mesh: Mesh) -> dict[str, Reduction]:
+def reductions(stage_specs: Sequence[Any], mesh: Mesh, copies: int = 1) -> dict[str, Reduction]:
     """The table of a whole model.
 
     Args:
         stage_specs: for each pipeline stage its tree of `ParamSpec`; a leaf that stands in several
             is tied over them.
         mesh: the mesh.
+        copies: of every shard over dp, where gradients are sharded; divides dp.
 
     Returns:
         Path -> reduction, in the order of the stages.
@@ -159,7 +176,7 @@ def reductions(stage_specs: Sequence[Any], mesh: Mesh) -> dict[str, Reduction]:
                     f"{path}: stage {stage} has the spec {spec}, another {specs[path]}"
                 )
             holders.setdefault(path, []).append(stage)
-    return {path: reduction(path, specs[path], mesh, holders[path]) for path in specs}
+    return {path: reduction(path, specs[path], mesh, holders[path], copies) for path in specs}
 
 
 def needed_groups(table: Mapping[str, Reduction], mesh: Mesh) -> list[Group]:
@@ -172,7 +189,7 @@ def needed_groups(table: Mapping[str, Reduction], mesh: Mesh) -> list[Group]:
     groups: list[Group] = [(("tp",), everywhere), (("dp", "cp"), everywhere)]
     groups.append((("tp", "dp", "cp"), everywhere))
     for row in table.values():
-        groups += [row.group, (row.axes, None), ((), row.joined)]
+        groups += [row.group, (row.shard_axes, None), (row.copy_axes, row.joined)]
     return [group for group in dict.fromkeys(groups) if group[0] or group[1]]
 
 

@@ -36,10 +36,8 @@ def num_zeros(world: World, grads: GradBuffers, specs: Any) -> Waits[Tensor]:
         row = grads.row(i)
         real = world.build(_real(grads.buckets[i], leaves, world.mesh))
         if grads.sharded:
-            real = world.shard(real, row.axes)
-            own = float(world.stage == row.stages[0])
-        else:
-            own = world.build(owns(row, world.mesh, world.stage))
+            real = world.shard(real, row.shard_axes)
+        own = world.build(owns(row, world.mesh, world.stage, grads.sharded))
         found = ((buffer == 0) & real).sum(-1).double()
         total = total.to(buffer.device) + found * own
     everywhere = tuple(range(world.mesh.pp))

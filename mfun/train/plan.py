@@ -160,7 +160,7 @@ def plan(config: Config, head: Head = "loss") -> Plan:
         config=config,
         mesh=mesh,
         stages=tuple(stages),
-        table=reductions([stage.specs for stage in stages], mesh),
+        table=reductions([s.specs for s in stages], mesh, config.parallel.shard_copies),
         streams=streams(config),
     )
     for size in cfg.rampup.sizes(config.train)[:-1]:  # refuses what the schedule cannot run

@@ -56,7 +56,7 @@ def words_by_shard(plan: Plan, world: World) -> Words:
     def words(key: Key, name: str, leaf: Tensor) -> Tensor:
         bucket = buckets[name]
         path = bucket.spans[0].path  # names it on every stage, which a bucket's number does not
-        axes, size = plan.table[path].axes, leaf.shape[-1]
+        axes, size = plan.table[path].shard_axes, leaf.shape[-1]
 
         def one(coords: Mapping[str, int]) -> dict[str, Tensor]:
             start = size * place(axes, plan.mesh, coords)
