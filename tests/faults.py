@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from mfun.comm import p2p
 from mfun.comm.collectives import DUALS, Rule
@@ -17,6 +18,7 @@ from mfun.grads.table import Kind
 from mfun.pipeline import mailbox
 from mfun.schedule import Recv, Send
 from tests import extras_properties as inserted
+from tests import precision_properties as sixteen
 from tests import properties as holds
 from tests.planting import Plant, all_of, edit, put, row
 from tests.properties import Property, train
@@ -800,7 +802,7 @@ PIPELINE = (
         "the head's gradient is not scaled",
         edit(
             "nn.weight_grads:_add_scaled",
-            ("torch.mul(dw, by.to(view.dtype), out=view)", "view.copy_(dw)"),
+            ("torch.mul(dw, by, out=view)", "view.copy_(dw)"),
         ),
         WIDE,
         "gradient off",
@@ -808,7 +810,7 @@ PIPELINE = (
     ),
     Fault(
         "the head's late product is not scaled",
-        edit("nn.head:_scaled", ("x_nd = g * enter", "x_nd = enter")),
+        edit("nn.head:_scaled", ("x_nd = g * at_least", "x_nd = at_least")),
         PLAIN,
         "gradient off",
         "the same where the product waits",
@@ -1369,7 +1371,7 @@ LOSS = (
     ),
     Fault(
         "chunked head keeps the last chunk's weight gradient",
-        edit("nn.head:HeadLoss.forward", ("beta=1 if rows.start else 0", "beta=0")),
+        edit("nn.head:HeadLoss.forward", ("1 if rows.start else 0", "0")),
         holds.head_in_chunks,
         "gradient of w",
         "right as long as a microbatch is one chunk",
@@ -2191,6 +2193,145 @@ STREAMS = (
     ),
 )
 
+# 16 bits against plain torch, to the bit.
+BF16 = sixteen.as_plain_torch("policy=bf16")
+BF16_EARLY = sixteen.as_plain_torch("policy=bf16 global_batch=6", 1)  # tokens > hidden
+FP16 = sixteen.as_plain_torch(
+    "policy=fp16 dp=2 initial_scale=1048576 growth_every=2 hysteresis=2", 7
+)
+
+PRECISION = (
+    Fault(
+        "gradients of weights are rounded to 16 bits",
+        edit(
+            "nn.weight_grads:add_product_",
+            (
+                "dw_oi.addmm_(dy_no.to(dw_oi.dtype).T, x_ni.to(dw_oi.dtype), beta=keep)",
+                "dw_oi.mul_(keep).add_(dy_no.T.to(x_ni.dtype) @ x_ni)",
+            ),
+        ),
+        BF16,
+        "another weight",
+        "an error of 2e-3 in place of 1e-7",
+    ),
+    Fault(
+        "the head's gradient is rounded before the loss's own",
+        edit(
+            "nn.head:HeadLoss.forward",
+            ("torch.empty_like(w, dtype=at_least_fp32(w[:0]).dtype)", "torch.empty_like(w)"),
+        ),
+        BF16_EARLY,
+        "another weight",
+        "the largest matrix has the worst gradient",
+    ),
+    Fault(
+        "norms compute in 16 bits",
+        edit("nn.norm:_wide", ("wide = at_least_fp32(x)", "wide = x")),
+        BF16,
+        "another weight",
+        "a mean of 8 bits",
+    ),
+    Fault(
+        "no headroom in fp16",
+        row("nn.head:HEADROOM", torch.float16, 1.0),
+        sixteen.rare_tokens,
+        "the gradient of a rare token",
+        "rows of rare tokens learn nothing",
+    ),
+    Fault(
+        "masters are made again from the parameters",
+        edit(
+            "optim.masters:with_masters",
+            (
+                'state["inner"], state["master"], **extra',
+                'state["inner"], {p: _wide(x, dtype) for p, x in params.items()}, **extra',
+            ),
+        ),
+        sixteen.resumes,
+        "the master is",
+        "small updates are lost",
+    ),
+    Fault(
+        "the loss is not scaled",
+        edit("train.step:Trainer.gradients", ("factor * seed", "seed")),
+        FP16,
+        "skipped|another weight",
+        "gradients underflow, and those that do not are too small",
+    ),
+    Fault(
+        "gradients keep the loss scale",
+        edit(
+            "train.step:Trainer._unscaled",
+            ("finished().values()], scale)", "finished().values()], 1.0)"),
+        ),
+        sixteen.one_decision,
+        "not divided",
+        "clipping cuts everything",
+    ),
+    Fault(
+        "an overflow is told to tp ranks only",
+        edit("train.step:Trainer._unscaled", ('(("tp",), ("dp", "cp"))', '(("tp",),)')),
+        sixteen.one_decision,
+        "the ranks decide",
+        "some ranks skip, others update",
+    ),
+    Fault(
+        "an overflow is told to dp ranks only",
+        edit("train.step:Trainer._unscaled", ('(("tp",), ("dp", "cp"))', '(("dp", "cp"),)')),
+        sixteen.one_decision,
+        "the ranks decide",
+        "some ranks skip, others update",
+    ),
+    Fault(
+        "a skipped step updates",
+        edit("optim.scaler:with_loss_scale", ("if overflow:", "if False:")),
+        FP16,
+        "skipped|another weight",
+        "NaN in all weights",
+    ),
+    Fault(
+        "no overflow is forgiven",
+        edit("optim.scaler:dynamic_scale", ("scale if left else", "")),
+        FP16,
+        "loss scales|skipped",
+        "one bad batch costs a factor of two for a thousand steps",
+    ),
+    Fault(
+        "the scale grows a step late",
+        edit(
+            "optim.scaler:dynamic_scale",
+            ("state.clean + 1 < growth_every", "state.clean < growth_every"),
+        ),
+        FP16,
+        "loss scales|skipped",
+        "another path than Megatron's",
+    ),
+    Fault(
+        "the count of clean steps is not restored",
+        edit("optim.scaler:dynamic_scale", ("state._replace(clean=state.clean + 1)", "state")),
+        FP16,
+        "loss scales|skipped",
+        "the scale never grows again",
+    ),
+    Fault(
+        "rounding by chance is by truncation",
+        edit("optim.masters:round_by_chance", (" + (word >> 16).to(torch.int32)", "")),
+        sixteen.unbiased,
+        "mean rounding",
+        "weights shrink",
+    ),
+    Fault(
+        "words of a bucket go by its number",
+        edit(
+            "train.rounding:words_by_shard",
+            ('key.fold("bucket", path)', 'key.fold("bucket", name)'),
+        ),
+        sixteen.tied_alike,
+        "on another stage",
+        "the copies of a tied table drift apart",
+    ),
+)
+
 AREAS: dict[str, tuple[Fault, ...]] = {
     "collectives": COLLECTIVES,
     "reductions": REDUCTIONS,
@@ -2201,6 +2342,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "loss": LOSS,
     "randomness": RANDOM,
     "optimizer": OPTIMIZER,
+    "precision": PRECISION,
     "processes": PROCESSES,
     "data and guards": GUARDS,
 }
