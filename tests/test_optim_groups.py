@@ -9,6 +9,7 @@ from mfun.config import Config, ConfigError, OptimConfig, from_toml, load, overr
 from mfun.optim import Transform, build, groups_of
 from mfun.train.plan import plan
 from mfun.verify.run import verify_in_process
+from mfun.verify.shrink import shrink
 from tests.properties import small
 from tests.test_optim import MASK, leaves, run
 
@@ -74,6 +75,7 @@ def test_toml_and_command_line_say_the_same() -> None:
 
 CONFIGS = {
     "adamw": OptimConfig(eps=1e-6, clip=0),
+    "lion": OptimConfig(name="lion", clip=0),
     "sgd": OptimConfig(name="sgd", momentum=0.7, clip=0),
 }
 
@@ -118,6 +120,16 @@ def test_flat_buckets_with_groups_are_their_leaves(name: str) -> None:
         params, state = opt.update(flat(leaves(100 + step)), state, params, donate=True)
     for bucket, want in flat(split).items():
         torch.testing.assert_close(params[bucket], want, rtol=1e-14, atol=1e-14)
+
+
+def test_the_small_twin_keeps_the_overrides_it_has_parameters_for() -> None:
+    """`mfun verify` shrinks the depth: a pattern of a block beyond it is left out, no other."""
+    given = '{"blocks.11.*"={lr=0.5},"blocks.0.*"={lr=0.1},"embed.*"={decay=0.0}}'
+    config = override(small("layers=12 pp=2"), [f"optim.overrides={given}"])
+    twin = shrink(config, steps=2)
+    assert twin.model.layers < 12
+    assert twin.optim.overrides == {"blocks.0.*": {"lr": 0.1}, "embed.*": {"decay": 0.0}}
+    assert verify_in_process(twin).ok
 
 
 OVERRIDDEN = (

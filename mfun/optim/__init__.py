@@ -1,4 +1,4 @@
-"""Optimizers as pairs of pure functions: blocks, named chains, AdamW, SGD, schedules."""
+"""Optimizers as pairs of pure functions: blocks, named chains, whole optimizers, schedules."""
 
 from mfun.optim.adam import adamw, scale_by_adam
 from mfun.optim.build import build, build_schedule, learning_rate, moments
