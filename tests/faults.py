@@ -51,6 +51,12 @@ WAVE = train("pp=2 layers=4 parallel.schedule=zbv microbatches=5 global_batch=5"
 PLAIN = train("pp=2 layers=2 tied=false microbatches=3 global_batch=3", "plain")
 WIDE = train("pp=2 layers=2 tied=false microbatches=1 global_batch=3", "plain")  # tokens > hidden
 MESH = train("tp=2 dp=3 pp=2 layers=2 order=dp-tp-pp global_batch=3 microbatches=1 tied=false")
+SHARDED = train("pp=2 dp=2 layers=2 global_batch=4 clip=0.05 parallel.sharding=optim steps=2")
+SHARDED_GRADS = train("dp=2 layers=2 global_batch=4 parallel.sharding=optim_grads")
+SHARDED_PARAMS = train("dp=2 layers=2 global_batch=4 parallel.sharding=optim_grads_params")
+SHARD_COPIES = train(
+    "dp=4 layers=2 clip=0.05 parallel.sharding=optim parallel.shard_copies=2 global_batch=8"
+)
 SMOOTH = train("tp=2 label_smoothing=0.1 z_loss=0.01")
 DROPOUT = train("tp=2 dp=2 dropout=0.2 steps=2")
 WINDOW = train("sliding_window=2 position=none")
@@ -435,7 +441,7 @@ REDUCTIONS = (
     ),
     Fault(
         "q and k norms declared equal",
-        edit("models.specs:_attention", ('grad={"tp": "partial"}', 'grad={"tp": "equal"}')),
+        edit("models.specs:_attention", ('"grad": {"tp": "partial"}', '"grad": {"tp": "equal"}')),
         GROUPED,
         r"attn\.q_norm.*tp",
         "they act on this rank's heads, with or without sequence parallelism",
@@ -511,8 +517,8 @@ REDUCTIONS = (
     Fault(
         "leaves of different groups share a bucket",
         edit(
-            "grads.buffers:GradBuffers.__init__",
-            ("(str(dtype), *table[path].group)", "(str(dtype),)"),
+            "grads.buffers:lay_out",
+            ("*table[path].group, apart.get(path)", "apart.get(path)"),
         ),
         SEQUENCE,
         r"mlp\.up: gradient off",
@@ -1506,10 +1512,7 @@ RANDOM = (
 OPTIMIZER = (
     Fault(
         "weight decay on norms",
-        edit(
-            "models.specs:_norm",
-            ("init=ONES, grad=grad, decay=False", "init=ONES, grad=grad, decay=True"),
-        ),
+        edit("models.specs:_norm", ('"decay": False', '"decay": True')),
         ADAM,
         r"norm1\.weight.*parameter off",
         "norm weights shrink",
@@ -2332,6 +2335,75 @@ PRECISION = (
     ),
 )
 
+SHARDING = (
+    Fault(
+        "the optimizer's shards are not gathered",
+        edit("train.step:Trainer._gathered", ("yield from self.flat.fill(new)", "yield from ()")),
+        SHARDED,
+        "param",
+        "each rank trains its piece of the model and keeps the others as they were",
+    ),
+    Fault(
+        "a microbatch's shard replaces the one before",
+        edit("grads.buffers:GradBuffers.settle", ("have.add_(part)", "part")),
+        SHARDED_GRADS,
+        "gradient off",
+        "ZeRO-2 accumulating nothing: right with one microbatch",
+    ),
+    Fault(
+        "the buffer of a microbatch keeps the one before",
+        edit(
+            "grads.buffers:GradBuffers.reopen",
+            ("self._fresh |= {span.path for span in self.buckets[bucket].spans}", "pass"),
+        ),
+        SHARDED_GRADS,
+        "gradient off",
+        "every microbatch reduced again with the next",
+    ),
+    Fault(
+        "a tied leaf's shards are not added over stages",
+        edit("grads.finalize:finalize_steps", ("(row.copy_axes or row.joined)", "row.copy_axes")),
+        SHARDED,
+        "gradient off|replicas",
+        "the embedding group forgotten by the sharded path",
+    ),
+    Fault(
+        "copies of shards are not added",
+        edit("grads.finalize:finalize_steps", ("(row.copy_axes or row.joined)", "row.joined")),
+        SHARD_COPIES,
+        "gradient off|replicas",
+        "HSDP whose outer ranks train apart",
+    ),
+    Fault(
+        "the norm counts every copy of a shard",
+        edit("grads.finalize:owns", ("row.copy_axes if sharded", "() if sharded")),
+        SHARD_COPIES,
+        "norm off",
+        "clipping that depends on the layout",
+    ),
+    Fault(
+        "the norm is that of this rank's shards",
+        edit("grads.finalize:global_norm", ('("tp", "dp", "cp") if grads.sharded', "() if False")),
+        SHARDED,
+        "norm off",
+        "each rank clips by another number",
+    ),
+    Fault(
+        "a shard of the parameters is gathered to another's place",
+        edit("pipeline.mailbox:MailboxWorld.gather", ("shard[members]", "shard[members[::-1]]")),
+        SHARDED_PARAMS,
+        "loss off",
+        "a group in another order than its shards",
+    ),
+    Fault(
+        "parameters are released where they are in use",
+        edit("schedule.gather:with_gather", ("if bucket not in wanted", "")),
+        SHARDED_PARAMS,
+        "released|gathered|release",
+        "a weight whose memory is another's by the time of its product",
+    ),
+)
+
 AREAS: dict[str, tuple[Fault, ...]] = {
     "collectives": COLLECTIVES,
     "reductions": REDUCTIONS,
@@ -2343,6 +2415,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "randomness": RANDOM,
     "optimizer": OPTIMIZER,
     "precision": PRECISION,
+    "sharding": SHARDING,
     "processes": PROCESSES,
     "data and guards": GUARDS,
 }

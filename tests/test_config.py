@@ -330,6 +330,10 @@ def test_configs_are_frozen_and_hashable() -> None:
         ("parallel.etp=2", "parallel.etp is 2|not built"),
         ("parallel.sharding=optim", "parallel.sharding is optim|not built"),
         ("precision.policy=bf16 precision.grads=fp16", "precision.grads is fp16|compute is bf16"),
+        (
+            "precision.policy=bf16 precision.params=fp32 parallel.sharding=optim_grads_params",
+            "precision.params is fp32|precision.compute is bf16|sharding=optim_grads",
+        ),
         ("precision.loss_scale=dynamic", "precision.loss_scale is dynamic|use none"),
     ],
 )
