@@ -14,7 +14,7 @@ from test_pipeline import VALUES, two_tensor_model
 
 from mfun.mesh import Mesh
 from mfun.schedule import plan, simulate_time
-from research import hessian_through_tp, layout_matrix, own_schedule
+from research import hessian_through_tp, layout_matrix, own_schedule, zero_memory
 from research.bench import peers
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +77,20 @@ def test_own_schedule_is_checked_and_run_like_the_rest(microbatches):
     assert eager.losses == gpipe.losses and len(eager.losses) == microbatches
     for path in ("a", "b"):
         assert torch.equal(eager.grad(path), gpipe.grad(path))
+
+
+@pytest.mark.parametrize(("bound", "status"), [(zero_memory.EXPECTED, 0), (-1.0, 1)])
+def test_memory_is_what_the_formula_says(bound, status, monkeypatch, tmp_path):
+    """Two strategies on one and two ranks: 16 and 4 + 12/2 bytes a parameter; and it can fail."""
+    monkeypatch.setattr(zero_memory, "RANKS", (1, 2))
+    monkeypatch.setattr(zero_memory, "STRATEGIES", ("no_shard", "optim"))
+    monkeypatch.setattr(zero_memory, "EXPECTED", bound)
+    out = CliRunner().invoke(zero_memory.main, ["--out", str(tmp_path / "figure.png")])
+    assert out.exit_code == status, out.output
+    figures = [float(row.split()[2]) for row in out.output.splitlines()[1:5]]
+    assert figures[1] == pytest.approx(figures[0], rel=1e-5)
+    assert figures[3] / figures[0] == pytest.approx(10 / 16, rel=1e-5)
+    assert matplotlib.image.imread(tmp_path / "figure.png").std() > 0.05
 
 
 @pytest.mark.parametrize("who", ["mfun", "peer"])
