@@ -2399,7 +2399,7 @@ SHARDING = (
         "parameters are released where they are in use",
         edit("schedule.gather:with_gather", ("if bucket not in wanted", "")),
         SHARDED_PARAMS,
-        "released|gathered|release",
+        "gave up",
         "a weight whose memory is another's by the time of its product",
     ),
 )
