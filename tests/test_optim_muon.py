@@ -36,6 +36,7 @@ from mfun.spec import P, ParamSpec, shard_leaf
 from mfun.train.plan import plan
 from mfun.verify.compare import judge
 from mfun.verify.run import in_mailbox, reference_history, verify_in_process
+from tests.layouts import ROWS, config_of, unpacked
 from tests.properties import small
 from tests.threads import in_threads
 
@@ -216,6 +217,15 @@ def test_the_same_update_in_every_layout(layout: str, where: str) -> None:
     built = plan(config)
     results = {"mailbox": in_mailbox, "threads": in_threads}[where](built)
     report = judge(built, results, reference_history(config))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "digits", [*ROWS[:4], *(pytest.param(row, marks=pytest.mark.full) for row in ROWS[4:])]
+)
+def test_layouts_and_features(digits: str) -> None:
+    """The rows that cover every pair of layouts and features, with Muon in each."""
+    report = verify_in_process(config_of({**unpacked(digits), "optimizer": "muon"}))
     assert report.ok, report
 
 
