@@ -276,3 +276,94 @@ def test_padding_stays_zero(sharding: str) -> None:
         lead = [moments[f"bucket.{i}"][rank] for rank in range(2)]
         assert torch.cat(lead)[~used].abs().sum() == 0
         assert torch.cat(lead)[used].abs().sum() > 0
+
+
+# ---------------------------------------------------------------------------- communication
+
+
+class Counted:
+    """The elements that one rank hands to each kind of collective of a world, call by call."""
+
+    def __init__(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: dict[str, list[int]] = {"all_reduce": [], "reduce_scatter": [], "gather": []}
+        for kind in self.sizes:
+            self._count(trainer.world, kind, monkeypatch)
+
+    def _count(self, world: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = getattr(world, kind)
+
+        def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if x[0].numel() > 1:  # not the counts, the loss and the norm
+                self.sizes[kind].append(x[0].numel())
+            return original(x, *args, **kwargs)
+
+        monkeypatch.setattr(world, kind, counted)
+
+
+def padded(n: int) -> int:
+    """A bucket's size over two data ranks: in multiples of 128."""
+    return -(-n // 128) * 128
+
+
+def aligned(*sizes: int) -> int:
+    """Leaves one after the other, each from a multiple of 64."""
+    end = 0
+    for size in sizes:
+        end = -(-end // 64) * 64 + size
+    return padded(end)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("sharding", STRATEGIES)
+def test_communication_is_the_formula(
+    sharding: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Number and size of a step's collectives, for three blocks on two data ranks.
+
+    A rank hands over all P gradients once a step (all-reduce or reduce-scatter), or once a
+    microbatch where gradients are sharded; and is handed P parameters once a step, or where they
+    are sharded, layer by layer: in every forward, and in every backward except for the layer that
+    has just run.
+    """
+    trainer, batches = one_stage(
+        sharding, microbatches=str(microbatches), tied="false", prefetch="0"
+    )
+    state = trainer.init()
+    state, _ = finish(trainer.step(state, batches(0)))
+    counted = Counted(trainer, monkeypatch)
+    finish(trainer.step(state, batches(1)))
+    norms, biases = [8] * 4, [24, 8, 12, 8]
+    matrices = [192, 64, 96, 96]
+    layers = {
+        "embed": [aligned(152, 32)],
+        "block": [aligned(*matrices), aligned(*biases, *norms)],
+        "head": [aligned(152), aligned(8, 8)],
+    }
+    model = layers["embed"] + 3 * layers["block"] + layers["head"]
+    sizes = counted.sizes
+    if sharding == "no_shard":
+        plain = 152 + 32 + 3 * sum(matrices + biases + norms) + 152 + 16
+        assert sizes == {"all_reduce": [plain], "reduce_scatter": [], "gather": []}
+        return
+    assert sizes["all_reduce"] == []
+    if sharding == "optim":  # one bucket for what decays and one for what does not
+        assert len(sizes["reduce_scatter"]) == len(sizes["gather"]) == 2
+        assert sizes["reduce_scatter"] == sizes["gather"]
+        most = 152 + 32 + 152 + 3 * (sum(matrices + biases + norms)) + 16
+        assert most <= sum(sizes["gather"]) <= most + 64 * 33 + 2 * 128
+        return
+    assert sorted(sizes["reduce_scatter"]) == sorted(model * microbatches)
+    if sharding == "optim_grads":
+        assert sorted(sizes["gather"]) == sorted(model)
+        return
+    forward = model * microbatches
+    backward = (layers["embed"] + 3 * layers["block"]) * microbatches
+    kept = layers["embed"] * (microbatches - 1)  # the next forward begins where a backward ended
+    assert sorted(sizes["gather"]) == sorted(_without(forward + backward, kept))
+
+
+def _without(values: list[int], taken: list[int]) -> list[int]:
+    left = list(values)
+    for value in taken:
+        left.remove(value)
+    return left
