@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from mfun import checkpoint, tree
 from mfun import config as cfg
 from mfun.cli import COMMANDS, main
-from mfun.cli.progress import Pace, step_text
+from mfun.cli.progress import Pace, notes, step_text
 from mfun.cli.text import count, duration, numbers, size
 from mfun.comm import ProcessWorld
 from mfun.config import PRESETS, load, resolve
@@ -381,6 +381,14 @@ def test_the_time_to_come_is_the_median_steps():
     assert pace.spent_s == pytest.approx(9.4)
     text = step_text(record(5, 100.0), 105, pace.left_s)
     assert text == "step 5/105  loss 2.5000  grad_norm 1.000  lr 1.00e-03  640 tokens/s  eta 0:10"
+
+
+def test_a_skipped_step_is_shown():
+    """With the loss scale it had, in the line and in a lasting note."""
+    skipped = record(5, 100.0)._replace(loss_scale=65536.0, skipped=True)
+    assert "  lr 1.00e-03  loss_scale 65536  640 tokens/s" in step_text(skipped, 105, 1.0)
+    assert list(notes(skipped)) == ["step 5  skipped: gradients overflow at loss scale 65536"]
+    assert list(notes(record(5, 100.0))) == []
 
 
 def test_numbers_are_written_shortly():

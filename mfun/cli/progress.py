@@ -112,9 +112,10 @@ class Lines:
 
 def step_text(record: Record, steps: int, left_s: float) -> str:
     """`step 12/300  loss 3.214  grad_norm 1.20  lr 0.003  21.3 k tokens/s  eta 0:41`."""
+    scale = "" if record.loss_scale is None else f"loss_scale {record.loss_scale:g}  "
     return (
         f"step {record.step}/{steps}  loss {record.loss:.4f}  grad_norm {record.grad_norm:.3f}  "
-        f"lr {record.lr:.2e}  {count(record.tokens_per_s)} tokens/s  eta {duration(left_s)}"
+        f"lr {record.lr:.2e}  {scale}{count(record.tokens_per_s)} tokens/s  eta {duration(left_s)}"
     )
 
 
