@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
 
 from mfun.optim import Leaves, Transform, cosine, lion, scale_by_lion
+from mfun.train.plan import plan
 from mfun.verify.run import verify_in_process
+from mfun.verify.shrink import STILL, shrink
+from tests.layouts import ROWS, config_of, unpacked
 from tests.properties import small
 from tests.test_optim import MASK, OPTIMIZERS, assert_close, leaves, run
 
@@ -78,6 +83,29 @@ def test_lion_in_every_layout(settings: str) -> None:
     """The reference's weights; layouts round gradients differently, but none so near 0."""
     report = verify_in_process(small(settings))
     assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "digits", [*ROWS[5:8], *(pytest.param(r, marks=pytest.mark.full) for r in ROWS[:5] + ROWS[8:])]
+)
+def test_layouts_and_features(digits: str) -> None:
+    """The rows that cover every pair, with Lion in each; a key bias's rounding moves nothing."""
+    config = config_of({**unpacked(digits), "optimizer": "lion"})
+    paths = plan(config).specs
+    still = {k: v for k, v in STILL.items() if any(fnmatchcase(path, k) for path in paths)}
+    config = attrs.evolve(config, optim=attrs.evolve(config.optim, overrides=still))
+    report = verify_in_process(config)
+    assert report.ok, report
+
+
+def test_the_small_twin_does_not_move_a_key_bias() -> None:
+    """`mfun verify` of Lion with biases and learned positions: no false alarm."""
+    given = "name=lion bias=qkv tied=false position=learned heads=4 kv_heads=2 tp=2 steps=3"
+    twin = shrink(small(given))
+    assert twin.optim.overrides == {"*.kv_bias": {"lr": 0.0}}
+    report = verify_in_process(twin)
+    assert report.ok, report
+    assert shrink(small("name=lion")).optim.overrides == {}
 
 
 def test_it_is_a_transform() -> None:

@@ -32,6 +32,10 @@ LEAST_EPS = 1e-4
 """Least `optim.eps`: some true gradients are 0 (a key bias's), and Adam would turn their rounding,
 1e-17, into updates of 1e-17 / eps learning rates: compared to 1e-10, that must stay far below."""
 
+STILL = {"*.qkv_bias": {"lr": 0.0}, "*.kv_bias": {"lr": 0.0}}
+"""What Lion must not move where layouts are compared: it takes the sign of a key bias's gradient,
+which is 0 but for its rounding. (The gradient itself is compared.)"""
+
 
 def shrink(config: Config, steps: int = 3) -> Config:
     """The small twin of a resolved configuration, in float64.
@@ -122,7 +126,14 @@ def _optim(optim: OptimConfig, train: TrainConfig, steps: int) -> OptimConfig:
     """Warm-up and decay squeezed into the compared steps; no noise amplified by Adam."""
     warmup = min(optim.warmup, 1)
     end = optim.decay_steps and max(warmup + 1, round(steps * optim.decay_steps / train.steps))
-    return attrs.evolve(optim, warmup=warmup, decay_steps=end, eps=max(optim.eps, LEAST_EPS))
+    still = STILL if optim.name == "lion" else {}
+    return attrs.evolve(
+        optim,
+        warmup=warmup,
+        decay_steps=end,
+        eps=max(optim.eps, LEAST_EPS),
+        overrides={**optim.overrides, **still},
+    )
 
 
 def _matched(small: Config) -> OptimConfig:
