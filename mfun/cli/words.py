@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from mfun.config.load import assignments
+from mfun.config.options import find
 
 
 class Settings(click.Command):
@@ -16,10 +17,11 @@ class Settings(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name
-            meant = assignments(name)
-            if not meant and "." not in name:
+            meant, known = assignments(name), find(name)
+            if not meant and not known and "." not in name:
                 raise
-            fix = f"write {meant}" if meant else "settings are section.key=VALUE, without dashes"
+            told = known.hint if known else "settings are section.key=VALUE, without dashes"
+            fix = f"write {meant}" if meant else told
             raise click.UsageError(f"no option {name!r}: {fix}", ctx) from error
 
 

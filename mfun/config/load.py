@@ -15,6 +15,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 from mfun.config.checks import check
 from mfun.config.fields import ConfigError, did_you_mean
 from mfun.config.layout import mesh
+from mfun.config.options import find
 from mfun.config.presets import DEFAULT, PRESETS
 from mfun.config.sections import SECTIONS, Config
 
@@ -193,6 +194,8 @@ def assignments(name: str) -> str:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """Where an unknown name does exist, or else what is spelt like it."""
-    homes = keys_called(name)
-    return f"did you mean {' or '.join(homes)}?" if homes else did_you_mean(name, known)
+    """Where an unknown name does exist, what Megatron's is here, or what is spelt like it."""
+    if homes := keys_called(name):
+        return f"did you mean {' or '.join(homes)}?"
+    option = find(name)
+    return option.hint if option else did_you_mean(name, known)
