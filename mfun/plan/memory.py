@@ -226,8 +226,8 @@ def parts(plan: Plan, stage: int) -> list[Part]:
 
 
 def sharers(plan: Plan, bucket: Bucket) -> int:
-    """Ranks of a stage that hold the same parameters as a bucket's."""
-    return math.prod(map(plan.mesh.size, plan.table[bucket.spans[0].path].axes))
+    """Ranks of a stage over which a bucket is cut."""
+    return math.prod(map(plan.mesh.size, plan.table[bucket.spans[0].path].shard_axes))
 
 
 def temporaries(plan: Plan, stage: int, device: Device = "cpu") -> Iterator[Temporary]:
