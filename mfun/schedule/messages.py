@@ -65,34 +65,37 @@ class _Writer:
 
     def run(self, stage: int) -> None:
         """Write one stage until it lacks an input, or its last message has not been received."""
-        table, stream, awaits = self.routes[stage], self.streams[stage], self.awaits
+        table, stream, opened = self.routes[stage], self.streams[stage], self.open
         clock, made, ops, at = self.clock[stage], self.made, self.computes[stage], self.at[stage]
+        taken: Tag | None = None
         while at < len(ops):
             op = ops[at]
-            route, cost = table.get((type(op), op.chunk), _FOREIGN)
-            taken = (route.takes, op.mb, route.here) if route.takes else None
-            awaits[stage] = taken
-            if taken:
+            (takes, here, source, gives, there, target), cost = table.get(
+                (type(op), op.chunk), _FOREIGN
+            )
+            if takes:
+                taken = (takes, op.mb, here)
                 if taken not in made:
                     break
-                sent = self.open[route.source]
+                sent = opened[source]
                 if sent and sent[0] == taken:
-                    self.receive(route.source)
-                    self.ready.append(route.source)
-            if self.open[stage]:
-                break
-            if taken:
+                    self.receive(source)
+                    self.ready.append(source)
+                if opened[stage]:
+                    break
                 clock = max(clock, made.pop(taken))
+                taken = None
+            elif opened[stage]:
+                break
             clock += cost
             stream.append(op)
             at += 1
-            awaits[stage] = None
-            if route.gives:
-                tag = (route.gives, op.mb, route.there)
+            if gives:
+                tag = (gives, op.mb, there)
                 made[tag] = clock
-                if route.target != stage:
-                    self.send(stage, tag, route.target, clock)
-        self.clock[stage], self.at[stage] = clock, at
+                if target != stage:
+                    self.send(stage, tag, target, clock)
+        self.clock[stage], self.at[stage], self.awaits[stage] = clock, at, taken
 
     def send(self, stage: int, tag: Tag, target: int, made: float) -> None:
         """Send a message, and receive it at once if its user is next."""

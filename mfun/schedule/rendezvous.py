@@ -33,55 +33,71 @@ class Stuck:
 
 
 class _Network:
-    """Each stage's position and what it waits for; how much each channel end has posted."""
+    """How far each stage is and what it waits for; how much each channel end has posted."""
 
     def __init__(self, streams: Sequence[Sequence[Op]]) -> None:
         count = len(streams)
         self.streams = streams
-        self.at = [0] * count
+        self.batches = [_batches(ops) for ops in streams]
+        self.at = [0] * count  # batches posted
         self.sends = [[0] * count for _ in streams]  # posted, by sender and receiver
         self.recvs = [[0] * count for _ in streams]  # posted, by receiver and sender
         self.waiting: list[list[Waiting]] = [[] for _ in streams]
+        self.ready = deque(range(count))
 
-    def advance(self, stage: int) -> set[int]:
-        """Run a stage until it waits or ends; returns the stages that it may have woken."""
-        woken: set[int] = set()
-        waiting = [w for w in self.waiting[stage] if w[1][stage] <= w[2]]
-        while not waiting and self.at[stage] < len(self.streams[stage]):
-            self.compute(stage)
-            waiting = self.post(stage, woken)
-        self.waiting[stage] = waiting
-        return woken
-
-    def compute(self, stage: int) -> None:
-        """Go past compute ops."""
-        ops, at = self.streams[stage], self.at[stage]
-        while at < len(ops) and not isinstance(ops[at], ENDS):
+    def run(self, stage: int) -> None:
+        """Run a stage until it waits or ends; stages whose waiting has ended become ready."""
+        for _, other, needed in self.waiting[stage]:
+            if other[stage] <= needed:
+                return
+        waiting: list[Waiting] = []
+        batches, at = self.batches[stage], self.at[stage]
+        while not waiting and at < len(batches):
+            waiting = self.post(stage, batches[at])
             at += 1
-        self.at[stage] = at
+        self.at[stage], self.waiting[stage] = at, waiting
 
-    def post(self, stage: int, woken: set[int]) -> list[Waiting]:
+    def post(self, stage: int, batch: Sequence[Message]) -> list[Waiting]:
         """Post a batch; returns its messages whose other end has not been posted."""
-        ops, at, waiting = self.streams[stage], self.at[stage], []
-        while at < len(ops) and isinstance(message := ops[at], ENDS):
+        sends, recvs, waiting = self.sends, self.recvs, []
+        for message in batch:
             peer = message.peer
-            if isinstance(message, Send):
-                counts, other = self.sends[stage], self.recvs[peer]
+            if type(message) is Send:
+                counts, other = sends[stage], recvs[peer]
             else:
-                counts, other = self.recvs[stage], self.sends[peer]
-            if other[stage] <= counts[peer]:
-                waiting.append((message, other, counts[peer]))
-            counts[peer] += 1
-            woken.add(peer)
-            at += 1
-        self.at[stage] = at
+                counts, other = recvs[stage], sends[peer]
+            posted = counts[peer]
+            counts[peer] = posted + 1
+            if other[stage] <= posted:
+                waiting.append((message, other, posted))
+            elif self.waiting[peer]:  # perhaps for this message
+                self.ready.append(peer)
         return waiting
 
     def stuck(self, stage: int) -> Stuck:
         """What a waiting stage did and waits for."""
-        waiting = tuple(message for message, _, _ in self.waiting[stage])
-        done = self.streams[stage][: self.at[stage]]
+        waiting = tuple(
+            message for message, other, needed in self.waiting[stage] if other[stage] <= needed
+        )
+        last = self.batches[stage][self.at[stage] - 1][-1]
+        ops = self.streams[stage]
+        done = ops[: next(at for at, op in enumerate(ops) if op is last) + 1]
         return Stuck(stage, tuple(op for op in done if op not in waiting), waiting)
+
+
+def _batches(ops: Sequence[Op]) -> list[list[Message]]:
+    """The messages of a stream, those together that are posted together."""
+    batches: list[list[Message]] = []
+    apart = True
+    for op in ops:
+        if isinstance(op, ENDS):
+            if apart:
+                batches.append([])
+            batches[-1].append(op)
+            apart = False
+        else:
+            apart = True
+    return batches
 
 
 def rendezvous(streams: Sequence[Sequence[Op]]) -> tuple[Stuck, ...]:
@@ -100,9 +116,8 @@ def rendezvous(streams: Sequence[Sequence[Op]]) -> tuple[Stuck, ...]:
     Proof: against every interleaving, tests/test_schedule_interleavings.py.
     """
     network = _Network(streams)
-    ready = deque(range(len(streams)))
-    while ready:
-        ready.extend(network.advance(ready.popleft()))
+    while network.ready:
+        network.run(network.ready.popleft())
     return tuple(network.stuck(stage) for stage, waiting in enumerate(network.waiting) if waiting)
 
 

@@ -10,7 +10,7 @@ op waits for all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import attrs
 
@@ -148,8 +148,7 @@ def source(tag: Tag, place: Placement) -> int:
     return place.stage(to - 1 if kind == "act" else to + 1)
 
 
-@attrs.frozen
-class Route:
+class Route(NamedTuple):
     """What all ops of one kind and chunk take and give.
 
     Args:
