@@ -112,12 +112,9 @@ def microbatch(
     with torch.no_grad():
         loss, dz, dx = head(x, table, batch)
         seed = seed.float() / HEADROOM[table.dtype]
-        if dz.shape[0] <= table.shape[1]:
-            sums.product("embed.tokens", dz, seed * x.flatten(0, -2).float())
-        else:
-            dw = dz.float().T @ x.flatten(0, -2).float()
-            view, keep = sums.claim("embed.tokens")
-            view.addcmul_(dw, seed) if keep else view.copy_(dw * seed)
+        dw = dz.float().T @ x.flatten(0, -2).float()
+        view, keep = sums.claim("embed.tokens")
+        view.addcmul_(dw, seed) if keep else view.copy_(dw * seed)
     small = [p for p in leaves if "norm" in p or p == "embed.positions"]
     wanted = [rows, *(leaves[p] for p in small)]
     d_rows, *grads = torch.autograd.grad(x, wanted, (seed * dx.float()).to(dx.dtype))

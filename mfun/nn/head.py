@@ -268,9 +268,10 @@ def _scaled(
     g = g / HEADROOM.get(w.dtype, 1.0)
     dh = (g * at_least_fp32(dh)).to(dh.dtype)
     if ctx.late:
-        x_nd = g * at_least_fp32(enter(h, ctx.axis, ctx.sequence_parallel)).flatten(0, -2)
+        x_nd = enter(h, ctx.axis, ctx.sequence_parallel).flatten(0, -2)
         assert sink is not None
-        return dh, None if sink.product(w, dw, x_nd) else dw.to(x_nd.dtype).T @ x_nd
+        taken = sink.product(w, dw, x_nd, by=g)
+        return dh, None if taken else g * (at_least_fp32(dw).T @ at_least_fp32(x_nd))
     return dh, None if sink is not None and sink.scaled(w, dw, g) else g * dw
 
 

@@ -61,13 +61,14 @@ class WeightGrads:
         """Say that the weight w is these parameters one under the other; its product is theirs."""
         self._stacked[place(w)] = parts
 
-    def product(self, w: Tensor, dy_no: Tensor, x_ni: Tensor) -> bool:
-        """Take the gradient dy^T x of a weight w (o, i).
+    def product(self, w: Tensor, dy_no: Tensor, x_ni: Tensor, by: Tensor | None = None) -> bool:
+        """Take the gradient dy^T x of a weight w (o, i), or by times that.
 
         Args:
             w: the weight as the layer uses it: a parameter, or all of one in another shape.
             dy_no: gradient of the output, n tokens.
             x_ni: the input.
+            by: a factor without dims, in at least float32; it may be beyond the range of fp16.
 
         Returns:
             False where w is not a parameter's memory (say, two put together), or a second
@@ -75,10 +76,10 @@ class WeightGrads:
         """
         if parts := self._stacked.pop(place(w), None):
             columns = dy_no.split([len(part) for part in parts], -1)
-            taken = [self.product(*one, x_ni) for one in zip(parts, columns, strict=True)]
+            taken = [self.product(*one, x_ni, by) for one in zip(parts, columns, strict=True)]
             assert all(taken), "stacked weights are parameters' memory"
             return True
-        return self._take(w, partial(_add_product, w.shape, dy_no, x_ni))
+        return self._take(w, partial(_add_product, w.shape, dy_no, x_ni, by))
 
     def rows(self, w: Tensor, index_n: Tensor, dy_nd: Tensor) -> bool:
         """Take the gradient of a table w (v, d) of which the rows index_n were looked up.
@@ -130,8 +131,17 @@ class WeightGrads:
         return True
 
 
-def _add_product(shape: torch.Size, dy_no: Tensor, x_ni: Tensor, view: Tensor, keep: int) -> None:
-    add_product_(view.view(shape), dy_no, x_ni, keep)
+def _add_product(
+    shape: torch.Size, dy_no: Tensor, x_ni: Tensor, by: Tensor | None, view: Tensor, keep: int
+) -> None:
+    if by is None:
+        add_product_(view.view(shape), dy_no, x_ni, keep)
+    elif x_ni.dtype == by.dtype:
+        add_product_(view.view(shape), dy_no, by * x_ni, keep)
+    else:  # of 16 bits: the product of the narrow ones, which is wide, is what can be scaled
+        product = torch.empty(shape, dtype=by.dtype, device=view.device)
+        add_product_(product, dy_no, x_ni, 0)
+        _add_scaled(product, by, view, keep)
 
 
 def add_product_(dw_oi: Tensor, dy_no: Tensor, x_ni: Tensor, keep: int) -> None:
