@@ -19,7 +19,6 @@ from mfun.pipeline import mailbox
 from mfun.schedule import Recv, Send
 from tests import extras_properties as inserted
 from tests import memory_properties as memory
-from tests import memory_properties as memory
 from tests import precision_properties as sixteen
 from tests import properties as holds
 from tests.planting import Plant, all_of, edit, put, row
@@ -2468,68 +2467,6 @@ MEMORY = (
     ),
 )
 
-MEMORY = (
-    Fault(
-        "reductions pile up",
-        edit("grads.finalize:start_reduce", ("list(grads.sums)", "list(grads.sums)[:0]")),
-        memory.said("optim_grads"),
-        "at the worst moment",
-        "ZeRO-2 that holds all gradients at the end of the backward",
-    ),
-    Fault(
-        "a shard keeps what was exchanged for it",
-        edit("grads.buffers:GradBuffers.settle", ("part.clone()", "part")),
-        memory.said("optim_grads"),
-        "grads: ",
-        "ZeRO-2 that saves nothing: a view keeps the whole buffer alive",
-    ),
-    Fault(
-        "a shard is kept beside its buffer",
-        edit("grads.finalize:finalize_steps", ("place.copy_(whole)", "whole")),
-        memory.said("optim"),
-        "grads: ",
-        "ZeRO-1 with twice the gradients",
-    ),
-    Fault(
-        "released parameters keep their memory",
-        edit(
-            "grads.params:ParamBuffers.release",
-            ("self.buffers[bucket].untyped_storage().resize_(0)", "pass"),
-        ),
-        memory.said("optim_grads_params"),
-        "params: ",
-        "ZeRO-3 that is ZeRO-2",
-    ),
-    Fault(
-        "the account forgets the masters",
-        edit("plan.memory:element", ("BYTES[formats.masters]", "0 * BYTES[formats.masters]")),
-        memory.said("optim", "precision.policy=bf16"),
-        "opt: ",
-        "a plan that does not fit when it runs",
-    ),
-    Fault(
-        "the account forgets copies in the update",
-        edit("plan.memory:_update", ("return widened + rounded", "return 0")),
-        memory.said("no_shard", "precision.policy=bf16", "precision.grads=bf16"),
-        "at the worst moment",
-        "the same",
-    ),
-    Fault(
-        "the account takes buckets without their padding",
-        edit("plan.memory:parts", ("elements=bucket.size", "elements=bucket.used")),
-        memory.said("optim", "model.hidden=40"),
-        "params: ",
-        "off by little, in every layout",
-    ),
-    Fault(
-        "Megatron's names are unknown",
-        edit("config.options:find", ("OPTIONS.get(plain) or", "None and")),
-        memory.options_are_told,
-        "is not told",
-        "a refusal without its reason",
-    ),
-)
-
 AREAS: dict[str, tuple[Fault, ...]] = {
     "collectives": COLLECTIVES,
     "reductions": REDUCTIONS,
@@ -2542,7 +2479,6 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "optimizer": OPTIMIZER,
     "precision": PRECISION,
     "sharding": SHARDING,
-    "memory": MEMORY,
     "memory": MEMORY,
     "processes": PROCESSES,
     "data and guards": GUARDS,
