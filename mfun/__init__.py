@@ -50,7 +50,17 @@ if TYPE_CHECKING:
     from mfun.mesh import Factor, Mesh
     from mfun.models.gpt import gpt
     from mfun.nn.layer import Ctx, Layer
-    from mfun.optim import Transform, adamw, lion, muon, named_chain, sgd
+    from mfun.optim import (
+        Transform,
+        adamw,
+        dynamic_scale,
+        lion,
+        muon,
+        named_chain,
+        sgd,
+        with_loss_scale,
+        with_masters,
+    )
     from mfun.rng import Key, key
     from mfun.schedule import SCHEDULES, check, timeline
     from mfun.spec import Init, P, ParamSpec, init_params, shard
@@ -71,7 +81,9 @@ _HOMES: dict[str, str] = {
     "mfun.mesh": "Factor Mesh",
     "mfun.models.gpt": "gpt",
     "mfun.nn.layer": "Ctx Layer",
-    "mfun.optim": "Transform adamw lion muon named_chain sgd",
+    "mfun.optim": (
+        "Transform adamw dynamic_scale lion muon named_chain sgd with_loss_scale with_masters"
+    ),
     "mfun.rng": "Key key",
     "mfun.schedule": "SCHEDULES check timeline",
     "mfun.spec": "Init P ParamSpec init_params shard",

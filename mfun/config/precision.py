@@ -45,7 +45,8 @@ class PrecisionConfig:
       policy: formats of all that is ``auto``; bf16 and fp16 have fp32 gradients and masters.
       params: of parameters.
       compute: of activations, messages, and parameters where they are used.
-      grads: in which gradients are computed, added up and reduced.
+      grads: in which gradients are added up and reduced, and those of matrices and tables computed;
+        a microbatch's of other 16-bit parameters are rounded once.
       masters: of the optimizer's own copy of narrower parameters; none updates them directly.
       norms: of norms' parameters: as the others, or fp32.
       stochastic_rounding: round updated bf16 parameters without masters up or down by chance.
