@@ -92,6 +92,21 @@ def test_stages_change_no_bit(policy: str) -> None:
     assert all(torch.equal(x, one[n]) for n, x in found.items())
 
 
+@pytest.mark.parametrize(
+    "formats", ["policy=bf16 precision.params=fp32", "policy=fp32 precision.masters=fp64"]
+)
+def test_formats_over_shardings(formats: str) -> None:
+    """float32 parameters computed in bf16, float64 masters: as without sharding, to the bit."""
+    text = f"precision.{formats} parallel.dp=2 train.global_batch=8"
+    ((right, _), _) = in_threads(plan(config_of(text)), 3)
+    for found, _ in in_threads(plan(config_of(f"{text} parallel.sharding=optim")), 3):
+        assert found.keys() == right.keys()
+        assert all(torch.equal(x, right[n]) for n, x in found.items())
+    types = {n.partition(".")[0]: x.dtype for n, x in right.items()}
+    wide = torch.float64 if "masters" in formats else torch.float32
+    assert types == {"params": torch.float32, "opt": wide}
+
+
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
 def test_messages_are_in_the_compute_format(policy: str, monkeypatch) -> None:
     """Activations and their gradients between stages, also where parameters are float32."""
