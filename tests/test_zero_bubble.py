@@ -36,7 +36,8 @@ from mfun.schedule import (
     simulate_time,
     with_p2p,
 )
-from mfun.schedule.greedy import Rule, best, soonest
+from mfun.schedule.greedy import best, soonest
+from mfun.schedule.greedy_stage import Rule
 from mfun.schedule.orders import by_kind, looped, wave
 
 NAMES = ["zb-h1", "zb-h2", "zb-interleaved", "zbv", "v-half", "v-min"]

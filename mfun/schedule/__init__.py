@@ -36,7 +36,7 @@ from mfun.schedule.ops import (
 )
 from mfun.schedule.rendezvous import rendezvous
 from mfun.schedule.sizes import Costs, Sizes
-from mfun.schedule.split import merge, split
+from mfun.schedule.split import merge, split, whole
 from mfun.schedule.streams import Placement, batches, gives, needs
 from mfun.schedule.svg import to_svg
 from mfun.schedule.table import SCHEDULES, Schedule
@@ -108,6 +108,7 @@ __all__ = [
     "to_trace",
     "v_half",
     "v_min",
+    "whole",
     "with_extras",
     "with_gather",
     "with_offload",

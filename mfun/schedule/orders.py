@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from mfun.schedule.greedy import Step
+from mfun.schedule.greedy_stage import Step
 from mfun.schedule.looped import order_table
 from mfun.schedule.ops import Compute, F, I, W
 from mfun.schedule.sizes import Sizes

@@ -1,4 +1,4 @@
-"""Stream transformers of the backward: `split` it into I and W, `merge` these again.
+"""Stream transformers of the backward: `split` it into I and W, `merge` these again, or go without.
 
 Each takes a stage's compute ops and yields them changed, so they compose with every generator and
 with each other; messages are inserted afterwards.
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from mfun.schedule.ops import AnyOp, B, I, W
+from mfun.schedule.ops import AnyOp, B, Compute, I, W
 
 Some = TypeVar("Some", bound=AnyOp)
 
@@ -70,3 +70,20 @@ def merge(ops: Iterable[Some]) -> Iterator[Some | B | I]:
             yield op
     if held:
         yield held
+
+
+def whole(ops: Iterable[Compute]) -> Iterator[Compute]:
+    """Every backward whole, where its `I` stands, and no `W`; wherever that stood.
+
+    Unlike `merge` it changes when weights' gradients are computed, and frees activations sooner.
+
+    Args:
+      ops: one stage's compute ops.
+    Example:
+      >>> from mfun.schedule.ops import F
+      >>> list(whole([F(0), I(0), F(1), W(0), B(1)]))
+      [F0, B0, F1, B1]
+    """
+    for op in ops:
+        if not isinstance(op, W):
+            yield B(op.mb, op.chunk, op.layer) if isinstance(op, I) else op

@@ -12,7 +12,8 @@ from functools import lru_cache
 
 import attrs
 
-from mfun.schedule.greedy import Rule, Step, best
+from mfun.schedule.greedy import best
+from mfun.schedule.greedy_stage import Rule, Step
 from mfun.schedule.looped import groups, refuse_group
 from mfun.schedule.ops import Compute, F, I, ScheduleError, W
 from mfun.schedule.orders import Order, by_kind, delayed, half_pattern, looped, min_pattern, wave

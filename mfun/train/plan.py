@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from mfun.grads import GradBuffers, Reduction, lay_out, reductions
 from mfun.mesh import Mesh
 from mfun.models.gpt import Head, gpt
 from mfun.pipeline.stage import Stage, cut
-from mfun.schedule import B, Checked, Compute, Extras, I, Op, ScheduleError, Sizes, W, dress
+from mfun.schedule import Checked, Extras, Op, ScheduleError, dress, whole
 from mfun.schedule import plan as plan_schedule
 from mfun.schedule.ops import AnyOp
 from mfun.schedule.table import Generate
@@ -229,11 +229,5 @@ def streams(config: Config, microbatches: int = 0, *, forward_only: bool = False
 
 @cache
 def _unsplit(ops: Generate) -> Generate:
-    """The schedule with whole backwards: B in the place of each I, and no W."""
-
-    def whole(stage: int, sizes: Sizes) -> Iterator[Compute]:
-        for op in ops(stage, sizes):
-            if not isinstance(op, W):
-                yield B(op.mb, op.chunk) if isinstance(op, I) else op
-
-    return whole
+    """The schedule with whole backwards; one function for one, since plans are kept by it."""
+    return lambda stage, sizes: whole(ops(stage, sizes))
