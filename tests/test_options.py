@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import attrs
 import pytest
@@ -162,3 +163,12 @@ def test_a_strategy_that_does_not_go_is_refused_in_its_row() -> None:
     assert "MiB" in next(x for x in done.output.splitlines() if x.startswith("optim_grads "))
     bad = CliRunner().invoke(main, ["plan", "tiny", "parallel.nccl_ub=true"])
     assert bad.exit_code == 1 and "refused: it registers buffers" in bad.output
+
+
+def test_readme_shows_what_is_printed() -> None:
+    """Its table is the command's output."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (words, table), *more = re.findall(r"\$ mfun plan (.*)\n((?:.+\n)+?)```", text)
+    assert not more
+    done = CliRunner().invoke(main, ["plan", *words.split()])
+    assert done.output.startswith(table) and len(table.splitlines()) == 6

@@ -143,13 +143,13 @@ def stream_lines(layout: Plan) -> Iterator[str]:
 
 def memory_lines(layout: Plan) -> Iterator[str]:
     """Bytes of a rank of each stage."""
-    yield "a rank's, by formula (mfun/plan/memory.py); activations of microbatches in flight"
+    yield "a rank's, by formula (mfun/plan/memory.py): the most at once; see also mfun plan"
     for stages in distinct_stages(layout):
         m = account(layout, stages[0])
         yield (
             f"stage {numbers(stages)}: {size(m.total)} = parameters {size(m.params)} + gradients "
-            f"{size(m.grads)} + optimizer {size(m.opt)} + activations {size(m.activations)} "
-            f"({m.in_flight} in flight)"
+            f"{size(m.grads)} + optimizer {size(m.opt)} + activations and temporaries "
+            f"{size(m.working)} ({m.in_flight} in flight)"
         )
 
 
