@@ -1752,6 +1752,13 @@ OPTIMIZER = (
         "rows that had no token move",
     ),
     Fault(
+        "a bucket mixes hidden matrices with the rest",
+        edit("train.plan:Plan.buckets", ("bool(self.specs[path].matrix)", "True")),
+        train("name=muon dp=2 sharding=optim steps=1"),
+        r"KeyError: 'embed|parameter off",
+        "norms would be orthogonalised, or matrices not",
+    ),
+    Fault(
         "padding counts as zeros",
         edit("grads.zeros:num_zeros", ("(buffer == 0) & real", "buffer == 0")),
         holds.zeros_counted,
