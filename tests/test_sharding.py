@@ -34,6 +34,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "shard_copies": ("1", "2"),
     "sequence_parallel": ("false", "true"),
     "overlap": ("false", "true"),
+    "mean_gradients": ("false", "true"),
     "schedule": ("1f1b", "gpipe", "zb-h1", "interleaved"),
     "microbatches": ("1", "2", "4"),
     "loss_norm": ("tokens", "microbatch"),
@@ -68,7 +69,7 @@ def config_of(row: Row) -> Config:
     layers = 3 if row["schedule"] != "interleaved" else 5
     sections = {
         "parallel": "sharding shard_copies tp pp dp sequence_parallel overlap bucket_size "
-        "prefetch recompute",
+        "prefetch recompute mean_gradients",
         "model": "tied kv_heads dropout",
         "train": "microbatches loss_norm",
         "optim": "clip",
@@ -130,7 +131,7 @@ def test_grid_equals_one_device(seed: int, place: Callable[[Plan], list[RankResu
     [
         {"dp": "2", "microbatches": "2", "recompute": "full", "dropout": "0.1"},
         {"dp": "3", "microbatches": "1"},
-        {"dp": "4", "shard_copies": "2"},
+        {"dp": "4", "shard_copies": "2", "mean_gradients": "true"},
         {"dp": "2", "tp": "2", "sequence_parallel": "true", "overlap": "true"},
         {"dp": "2", "pp": "2", "microbatches": "4", "schedule": "zb-h1", "overlap": "true"},
     ],

@@ -166,11 +166,11 @@ class Wire:
     def all_reduce(
         self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        """Sum, in the order of ranks, or maximum; in place."""
-        two = torch.add if op == dist.ReduceOp.SUM else torch.maximum
-        return self._run(
-            f"all_reduce {op}", x, x, group, lambda parts: reduce(two, parts), async_op
-        )
+        """Sum, in the order of ranks, mean or maximum; in place."""
+        two = torch.maximum if op == dist.ReduceOp.MAX else torch.add
+        over = len(group.ranks) if op == dist.ReduceOp.AVG else 1
+        join = lambda parts: reduce(two, parts) / over  # noqa: E731
+        return self._run(f"all_reduce {op}", x, x, group, join, async_op)
 
     def all_gather_single(self, out: Tensor, x: Tensor, group: Any, async_op: bool = False) -> Any:
         """All pieces, one after the other."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,13 @@ from mfun import tree
 from mfun.comm import overlap
 from mfun.comm.groups import GroupKey, Groups, group_key, process_groups
 from mfun.comm.p2p import Transport
-from mfun.comm.world import Message, Waits
+from mfun.comm.world import Message, Reduce, Waits
 from mfun.mesh import DENSE, FAMILIES, AxisLike, Mesh
 from mfun.schedule import Recv, Send
 
 STANDARD = (*(axes for axes in FAMILIES.values() if set(axes) <= set(DENSE)), DENSE)
 """The groups that are made for every mesh: the families of the dense view, and all ranks."""
+KINDS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 Extra = Sequence[tuple[tuple[AxisLike, ...], tuple[int, ...] | None]]
 
 
@@ -119,23 +120,24 @@ class ProcessWorld:
         x: Tensor,
         axes: Sequence[AxisLike],
         stages: Sequence[int] | None = None,
-        op: Literal["sum", "max"] = "sum",
+        op: Reduce = "sum",
     ) -> Waits[Tensor]:
         """One all-reduce over the joint group, in place: started by the call, then waited for."""
         axis = self.groups.over(*axes, stages=tuple(stages) if stages is not None else None)
         work = None
         if axis.size > 1:
             assert x.is_contiguous(), "all_reduce in place needs a contiguous buffer"
-            kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-            work = dist.all_reduce(x, op=kind, group=axis.group, async_op=True)
+            work = dist.all_reduce(x, op=KINDS[op], group=axis.group, async_op=True)
         return _waited(work, x)
 
-    def reduce_scatter(self, x: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
+    def reduce_scatter(
+        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum"
+    ) -> Waits[Tensor]:
         """One reduce-scatter (on CPU an exchange and a local sum), started by the call."""
         axis = self.groups.over(*axes)
         if axis.size == 1:
             return _waited(None, x)
-        return _pending(overlap.start_reduce_scatter(x, axis, 0))
+        return _pending(overlap.start_reduce_scatter(x, axis, 0), axis.size if op == "mean" else 1)
 
     def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
         """One all-gather into `out`, started by the call."""
@@ -168,8 +170,9 @@ class ProcessWorld:
         yield ""
 
 
-def _pending(pending: overlap.Pending) -> Waits[Tensor]:
-    return pending.wait()
+def _pending(pending: overlap.Pending, over: int = 1) -> Waits[Tensor]:
+    out = pending.wait()
+    return out.div_(over) if over > 1 else out
     yield ""
 
 

@@ -20,6 +20,7 @@ T = TypeVar("T")
 Waits = Generator[str, None, T]
 """A computation that may wait; each yielded string says what for."""
 Message = dict[str, Tensor]
+Reduce = Literal["sum", "mean", "max"]
 
 
 class World(Protocol):
@@ -42,16 +43,18 @@ class World(Protocol):
         x: Tensor,
         axes: Sequence[AxisLike],
         stages: Sequence[int] | None = None,
-        op: Literal["sum", "max"] = "sum",
+        op: Reduce = "sum",
     ) -> Waits[Tensor]:
-        """Sum or maximum over `axes`, and over the listed stages; may reuse x. No derivative.
+        """Sum, mean or maximum over `axes`, and over the listed stages; may reuse x. No derivative.
 
         On processes it is on its way when the call returns; iterating waits for it.
         """
         ...
 
-    def reduce_scatter(self, x: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
-        """Sum over `axes`, of whose last dim each rank keeps its equal piece. No derivative.
+    def reduce_scatter(
+        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum"
+    ) -> Waits[Tensor]:
+        """Sum or mean over `axes`; of its last dim each rank keeps its equal piece. No derivative.
 
         On processes it is on its way when the call returns; x must stay as it is until then.
         """

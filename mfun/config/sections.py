@@ -149,6 +149,7 @@ class ParallelConfig:
       sharding: what is cut over the data parallel ranks.
       overlap: communicate gradients and parameters beside computation.
       shard_copies: of every shard over ``dp``, each within its own part of the ranks; 1 is none.
+      mean_gradients: gradients of data ranks are averaged by the collectives, not summed.
       prefetch: buckets of sharded parameters that are gathered before they are needed.
       bucket_size: elements at which a gradient bucket closes; 0 means the default.
       recompute: which layers run again for their backward and keep only their input: full is all
@@ -180,6 +181,7 @@ class ParallelConfig:
     sharding: Sharding = choice("no_shard", Sharding)
     overlap: bool = flag(False)
     shard_copies: int = whole(1, least=1)
+    mean_gradients: bool = flag(False)
     prefetch: int = whole(1)
     bucket_size: int = whole(0)
     recompute: Recompute = choice("none", Recompute)

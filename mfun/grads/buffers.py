@@ -93,6 +93,8 @@ class GradBuffers:
         sharded: `finalize_steps` leaves each rank its shards instead of whole gradients.
         release: a bucket's reduction ends a window of one microbatch; its shard is added to those
             before, and the buffer has memory only from the first gradient to the reduction.
+        mean: of the data ranks' gradients, which seeds have made larger by the number of these;
+            collectives take the mean and what they divide by too much is multiplied before.
 
     Attributes:
         sums: by bucket, a reduction on its way.
@@ -110,6 +112,7 @@ class GradBuffers:
         device: torch.device | str = "cpu",
         sharded: bool = False,
         release: bool = False,
+        mean: Mesh | None = None,
     ) -> None:
         self.table = {path: table[path] for path in tree.flatten(specs)}
         self.buckets = tuple(buckets)
@@ -117,7 +120,7 @@ class GradBuffers:
             torch.zeros(*lead, bucket.size, dtype=dtype, device=device) for bucket in self.buckets
         ]
         self.views = views(self.buckets, self.buffers, specs)
-        self.sharded, self.release = sharded, release
+        self.sharded, self.release, self.mean = sharded, release, mean
         self.shards: dict[int, Tensor] = {}
         self.bucket_of = {span.path: i for i, b in enumerate(self.buckets) for span in b.spans}
         self._fresh: set[str] = set()
@@ -174,12 +177,21 @@ class GradBuffers:
         if self.release:
             self._allocate(bucket)
         for span in self.buckets[bucket].spans:
-            view, weight = self.views[span.path], self.table[span.path].weight
+            view, weight = self.views[span.path], self._weight(span.path)
             if span.path in self._fresh:
                 view.zero_()
                 self._fresh.discard(span.path)
             if weight != 1.0:
                 view.mul_(weight)
+
+    def _weight(self, path: str) -> float:
+        """What a leaf's gradient is multiplied by before its collective."""
+        row, mesh = self.table[path], self.mean
+        if mesh is None:
+            return row.weight
+        axes, stages = (row.shard_axes, None) if self.sharded else row.group
+        ranks = math.prod(map(mesh.size, axes)) * len(stages or (0,))
+        return row.weight * ranks / (mesh.dp * mesh.cp)
 
     def reopen(self, bucket: int) -> None:
         """Begin a bucket's next window, of the next microbatch."""

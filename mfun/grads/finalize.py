@@ -69,13 +69,15 @@ def start_reduce(world: World, grads: GradBuffers, bucket: int) -> None:
         raise RuntimeError(f"bucket {bucket} is reduced twice in a window")
     grads.close(bucket)
     row, buffer = grads.row(bucket), grads.buffers[bucket]
+    op = "mean" if grads.mean else "sum"
     if grads.sharded:
-        grads.sums[bucket] = world.reduce_scatter(buffer, row.shard_axes)
+        grads.sums[bucket] = world.reduce_scatter(buffer, row.shard_axes, op)
         if grads.release:
             grads.reopen(bucket)
     else:
         alone = not row.axes and not row.joined
-        grads.sums[bucket] = _as_it_is(buffer) if alone else world.all_reduce(buffer, *row.group)
+        whole = _as_it_is(buffer) if alone else world.all_reduce(buffer, *row.group, op)
+        grads.sums[bucket] = whole
 
 
 def _as_it_is(x: Tensor) -> Waits[Tensor]:

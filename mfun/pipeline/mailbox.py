@@ -8,9 +8,10 @@ buffer reused too early.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from mfun import tree
 from mfun.comm.groups import single_groups
 from mfun.comm.simulate import map_ranks
-from mfun.comm.world import Message, Waits
+from mfun.comm.world import Message, Reduce, Waits
 from mfun.mesh import AxisLike, Mesh
 from mfun.schedule import Recv, Send
 
@@ -87,9 +88,12 @@ class MailboxWorld:
         x: Tensor,
         axes: Sequence[AxisLike],
         stages: Sequence[int] | None = None,
-        op: Literal["sum", "max"] = "sum",
+        op: Reduce = "sum",
     ) -> Waits[Tensor]:
         """Within the stage by indexing, across stages by leaving it in the office."""
+        if op == "mean":
+            ranks = math.prod(map(self.mesh.size, axes)) * len(stages or (0,))
+            return (yield from self.all_reduce(x, axes, stages)) / ranks
         x = self._within(x, tuple(axes), op)
         if stages is None or len(stages) == 1:
             return x
@@ -121,10 +125,11 @@ class MailboxWorld:
             out[members] = whole.expand_as(part)
         return out
 
-    def reduce_scatter(self, x: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
+    def reduce_scatter(
+        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum"
+    ) -> Waits[Tensor]:
         """By indexing; the sum is that of `all_reduce`, to the bit."""
-        return self.shard(self._within(x, tuple(axes), "sum"), axes)
-        yield ""
+        return self.shard((yield from self.all_reduce(x, axes, op=op)), axes)
 
     def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
         """By indexing, into `out`."""

@@ -129,6 +129,7 @@ class Plan:
             device=device,
             sharded=self.sharded,
             release=self.shards_grads,
+            mean=self.mesh if self.config.parallel.mean_gradients else None,
         )
 
 

@@ -191,7 +191,8 @@ class Trainer:
         program = self._program(state)
         stream = self._stream(len(batches))
         factor = optim.loss_scale(state.opt)
-        scaled = [factor * seed for seed in scale]
+        ranks = self.plan.mesh.dp * self.plan.mesh.cp if grads.mean else 1
+        scaled = [factor * ranks * seed for seed in scale]
         sums = yield from executor.train_step(program, stream, batches, scaled, grads, key)
         yield from finalize_steps(self.world, grads)
         overflow = yield from self._unscaled(grads, factor)
