@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
+from einops import rearrange
 from torch import Tensor
 
 from mfun.config import Config
@@ -179,8 +180,8 @@ def _self_attention(
     y_bshk = attention(
         q, k, v, mask=mask, fused=ctx.derivatives == "first", drop=_drop_scores(config, i, ctx)
     )
-    out, bias = params["out"].flatten(1), params.get("out_bias")
-    return row_linear(y_bshk.flatten(-2), out, bias, tp, **how)
+    out, bias = rearrange(params["out"], "d h k -> d (h k)"), params.get("out_bias")
+    return row_linear(rearrange(y_bshk, "b s h k -> b s (h k)"), out, bias, tp, **how)
 
 
 def _drop_scores(config: Config, i: int, ctx: Ctx) -> Any:

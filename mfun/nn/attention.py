@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from mfun.comm import Axis
@@ -51,10 +52,14 @@ def project_qkv(
     """
     linear = partial(column_linear, sequence_parallel=sequence_parallel, weight_grads=weight_grads)
     if "qkv" in params:
-        _, h, k, _ = params["qkv"].shape
-        w, bias = params["qkv"].flatten(0, 2), params.get("qkv_bias")
-        bias = None if bias is None else bias.flatten()
-        q, key, value = linear(x_bsd, w, bias, axis).unflatten(-1, (3, h, k)).unbind(-3)
+        w, bias = params["qkv"], params.get("qkv_bias")
+        y = linear(
+            x_bsd,
+            rearrange(w, "n h k d -> (n h k) d"),
+            None if bias is None else rearrange(bias, "n h k -> (n h k)"),
+            axis,
+        )
+        q, key, value = rearrange(y, "b s (n h k) -> n b s h k", n=3, h=w.shape[1])
         return q, key, value
     h, k, _ = params["q"].shape
     g = params["kv"].shape[1]
@@ -65,8 +70,8 @@ def project_qkv(
     if "q_bias" in params:
         bias = torch.cat([params["q_bias"].flatten(), params["kv_bias"].flatten()])
     q, kv = linear(x_bsd, w, bias, axis).split([h * k, 2 * g * k], -1)
-    key, value = kv.unflatten(-1, (2, g, k)).unbind(-3)
-    return q.unflatten(-1, (h, k)), key, value
+    key, value = rearrange(kv, "b s (n g k) -> n b s g k", n=2, g=g)
+    return rearrange(q, "b s (h k) -> b s h k", h=h), key, value
 
 
 def attention_mask(
