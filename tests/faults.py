@@ -1210,7 +1210,7 @@ MODEL = (
     ),
     Fault(
         "keys and values are exchanged",
-        edit("nn.attention:project_qkv", ("key, value = kv", "value, key = kv")),
+        edit("nn.attention:project_qkv", ("key, value = rearrange(kv", "value, key = rearrange(kv")),
         QUERIES,
         "loss off",
         "grouped heads have their own path",
@@ -2264,7 +2264,7 @@ PRECISION = (
     ),
     Fault(
         "the loss is not scaled",
-        edit("train.step:Trainer.gradients", ("factor * seed", "seed")),
+        edit("train.step:Trainer.gradients", ("factor = optim.loss_scale(state.opt)", "factor = 1.0")),
         FP16,
         "skipped|another weight",
         "gradients underflow, and those that do not are too small",
