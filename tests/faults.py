@@ -1210,7 +1210,9 @@ MODEL = (
     ),
     Fault(
         "keys and values are exchanged",
-        edit("nn.attention:project_qkv", ("key, value = rearrange(kv", "value, key = rearrange(kv")),
+        edit(
+            "nn.attention:project_qkv", ("key, value = rearrange(kv", "value, key = rearrange(kv")
+        ),
         QUERIES,
         "loss off",
         "grouped heads have their own path",
