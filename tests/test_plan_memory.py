@@ -9,13 +9,15 @@ import torch
 from pool import Pool
 
 from mfun import config as cfg
-from mfun.comm import ProcessWorld, distribute
+from mfun.comm import ProcessWorld, distribute, finish
 from mfun.config import Config, load, resolve
 from mfun.grads import needed_groups
 from mfun.plan.measure import Live, Measured, held_bytes, measure
 from mfun.plan.memory import CUT, Element, account, element
 from mfun.plan.replay import Sizes, _Grads
 from mfun.train.plan import Plan, plan
+from mfun.train.step import Trainer
+from mfun.verify.batches import rank_batches
 from research import zero_memory
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -287,3 +289,18 @@ def test_storages_are_counted_once() -> None:
         del x, z
         assert live.look() == 200
     assert y.shape == (50,)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_the_first_step_needs_no_more(strategy: str) -> None:
+    """From nothing: neither initial weights nor fresh buffers are whole where these are cut."""
+    layout = zero_memory.layout_of(strategy, 8, "model.layers=16")
+    with zero_memory.alone(layout) as world, Live() as live:
+        trainer = Trainer(layout, world)
+        state = trainer.init()
+        begun = live.most
+        finish(trainer.step(state, rank_batches(layout.config, {"dp": 0, "cp": 0}, 0)))
+    want = account(layout, 0)
+    whole = account(zero_memory.layout_of("no_shard", 8, "model.layers=16"), 0).params
+    assert live.most <= 1.02 * want.total, (live.most, begun, want)
+    assert begun < whole or strategy != "optim_grads_params"

@@ -67,17 +67,36 @@ def lay_out(
     )
 
 
-def views(
-    buckets: Sequence[flat.Bucket], buffers: Sequence[Tensor], specs: Any
-) -> dict[str, Tensor]:
-    """Every leaf as a view of its bucket's buffer, in the order of the specs."""
-    leaves: dict[str, ParamSpec] = tree.flatten(specs)
-    found = {
-        span.path: buffer[..., span.start : span.stop].unflatten(-1, span.shape or (1,))
-        for bucket, buffer in zip(buckets, buffers, strict=True)
-        for span in bucket.spans
-    }
-    return {path: found[path] if leaves[path].shape else found[path].squeeze(-1) for path in leaves}
+def allocate(
+    buckets: Sequence[flat.Bucket],
+    dtypes: Sequence[torch.dtype],
+    specs: Any,
+    *,
+    lead: Sequence[int] = (),
+    device: torch.device | str = "cpu",
+    released: bool = False,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """A buffer of zeros for every bucket, and every leaf as a view, in the order of the specs.
+
+    Args:
+        buckets: from `lay_out`.
+        dtypes: of each.
+        specs: the tree of their leaves' specs.
+        lead: dims in front of every tensor.
+        device: where.
+        released: each gives its memory up at once, so that never more than one has any.
+    """
+    buffers: list[Tensor] = []
+    views: dict[str, Tensor] = {}
+    for bucket, dtype in zip(buckets, dtypes, strict=True):
+        buffer = torch.zeros(*lead, bucket.size, dtype=dtype, device=device)
+        for span in bucket.spans:
+            view = buffer[..., span.start : span.stop].unflatten(-1, span.shape or (1,))
+            views[span.path] = view if span.shape else view.squeeze(-1)
+        if released:
+            _free(buffer)
+        buffers.append(buffer)
+    return buffers, {path: views[path] for path in tree.flatten(specs)}
 
 
 class GradBuffers:
@@ -116,10 +135,14 @@ class GradBuffers:
     ) -> None:
         self.table = {path: table[path] for path in tree.flatten(specs)}
         self.buckets = tuple(buckets)
-        self.buffers = [
-            torch.zeros(*lead, bucket.size, dtype=dtype, device=device) for bucket in self.buckets
-        ]
-        self.views = views(self.buckets, self.buffers, specs)
+        self.buffers, self.views = allocate(
+            self.buckets,
+            [dtype] * len(self.buckets),
+            specs,
+            lead=lead,
+            device=device,
+            released=release,
+        )
         self.sharded, self.release, self.mean = sharded, release, mean
         self.shards: dict[int, Tensor] = {}
         self.bucket_of = {span.path: i for i, b in enumerate(self.buckets) for span in b.spans}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mfun import flat
 from mfun.comm.world import Waits, World
-from mfun.grads.buffers import views
+from mfun.grads.buffers import allocate
 from mfun.grads.table import Reduction
 
 _set_version = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
@@ -35,6 +35,7 @@ class ParamBuffers:
         buckets: from `lay_out`, sharded; the gradients' own.
         dtypes: of the parameters of each bucket.
         device: where.
+        released: none has memory until it is gathered.
 
     Attributes:
         views: the leaves by path.
@@ -48,14 +49,13 @@ class ParamBuffers:
         buckets: Sequence[flat.Bucket],
         dtypes: Sequence[torch.dtype],
         device: torch.device | str = "cpu",
+        released: bool = False,
     ) -> None:
         self.world, self.buckets = world, tuple(buckets)
         self.axes = [table[bucket.spans[0].path].shard_axes for bucket in buckets]
-        self.buffers = [
-            torch.zeros(*world.lead, bucket.size, dtype=dtype, device=device)
-            for bucket, dtype in zip(buckets, dtypes, strict=True)
-        ]
-        self.views = views(self.buckets, self.buffers, specs)
+        self.buffers, self.views = allocate(
+            self.buckets, dtypes, specs, lead=world.lead, device=device, released=released
+        )
         self.bucket_of = {span.path: b.index for b in self.buckets for span in b.spans}
         self.going: dict[int, tuple[int, Waits[Tensor]]] = {}
 

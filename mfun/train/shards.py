@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from mfun.comm.world import Waits, World, finish
+from mfun.flat import Bucket
+from mfun.grads.buffers import allocate
 from mfun.grads.params import ParamBuffers, shard_name
 from mfun.optim import Matrices, Matrix, matrices_of
 from mfun.train.plan import Plan
@@ -20,13 +22,14 @@ from mfun.train.plan import Plan
 Leaves = Mapping[str, Tensor]
 
 
-def flat_params(plan: Plan, world: World, like: Leaves) -> ParamBuffers:
+def flat_params(plan: Plan, world: World, like: Leaves, *, released: bool = False) -> ParamBuffers:
     """Buffers for this stage's parameters or as many numbers, of the types and device of `like`.
 
     Args:
         plan: the layout.
         world: of this rank.
         like: leaves by path, or shards.
+        released: without memory, until a bucket is gathered.
     """
     stage = plan.stages[world.stage]
     buckets = plan.buckets(stage.index)
@@ -34,7 +37,19 @@ def flat_params(plan: Plan, world: World, like: Leaves) -> ParamBuffers:
     first = next(iter(like.values()), None)
     device = first.device if first is not None else "cpu"
     dtypes = [like.get(name, first).dtype for name in names]  # type: ignore[union-attr]
-    return ParamBuffers(world, stage.specs, plan.table, buckets, dtypes, device)
+    return ParamBuffers(world, stage.specs, plan.table, buckets, dtypes, device, released)
+
+
+def shard_of(plan: Plan, world: World, bucket: Bucket, leaves: Leaves) -> Tensor:
+    """This rank's piece of one bucket of these leaves."""
+    first = leaves[bucket.spans[0].path]
+    specs = {span.path: plan.specs[span.path] for span in bucket.spans}
+    (buffer,), views = allocate(
+        (bucket,), (first.dtype,), specs, lead=world.lead, device=first.device
+    )
+    for path, view in views.items():
+        view.copy_(leaves[path])
+    return world.shard(buffer, plan.table[bucket.spans[0].path].shard_axes).clone()
 
 
 def by_path(plan: Plan, world: World, value: Any) -> Waits[Any]:

@@ -26,7 +26,7 @@ from mfun.schedule.ops import AnyOp
 from mfun.spec import ParamSpec, init_params
 from mfun.train.plan import Dressed, Plan, dressed, forward_streams
 from mfun.train.rounding import words_by_path, words_by_shard
-from mfun.train.shards import by_shard, flat_params, sharded_matrices
+from mfun.train.shards import by_shard, flat_params, shard_of, sharded_matrices
 
 Batch = Mapping[str, Tensor]
 
@@ -131,15 +131,26 @@ class Trainer:
 
     def init(self) -> State:
         """Initial weights, bitwise the same in every layout, and a fresh optimizer."""
-        plan = self.plan
-
-        def make(coords: Mapping[str, int]) -> Any:
-            return init_params(
-                self.stage.specs, plan.config.train.seed, plan.mesh, coords, plan.dtype
-            )
-
-        params = self._cut(self.world.build(make))
+        if self.plan.shards_params:  # bucket by bucket: the whole may be too large
+            params: Any = {
+                shard_name(bucket.index): shard_of(
+                    self.plan,
+                    self.world,
+                    bucket,
+                    self._drawn({span.path: self.plan.specs[span.path] for span in bucket.spans}),
+                )
+                for bucket in self.plan.buckets(self.stage.index)
+            }
+        else:
+            params = self._cut(self._drawn(self.stage.specs))
         return State(0, params, self.optimizer.init(self._leaves(params)))
+
+    def _drawn(self, specs: Any) -> Any:
+        """Initial weights of these specs."""
+        plan = self.plan
+        return self.world.build(
+            lambda coords: init_params(specs, plan.config.train.seed, plan.mesh, coords, plan.dtype)
+        )
 
     def adopt(self, state: State) -> State:
         """A state by path, as checkpoints hold it, as this trainer runs it."""
@@ -150,9 +161,11 @@ class Trainer:
 
     def _cut(self, params: Any) -> Any:
         """The parameters as the state holds them: whole, or where they are sharded too, shards."""
-        if not self.plan.shards_params:
+        if self.plan.shards_params:
+            return by_shard(self.plan, self.world, tree.flatten(params))
+        if not self.plan.sharded:
             return params
-        return by_shard(self.plan, self.world, tree.flatten(params))
+        return tree.unflatten(self._flat(tree.flatten(params)).views)
 
     def _leaves(self, params: Any) -> dict[str, Tensor]:
         """What the optimizer updates: the parameters by path, or this rank's shards of them."""
@@ -288,9 +301,7 @@ class Trainer:
             params = tree.map(self._computed, self.stage.specs, state.params)
             return Program(self.world, self.stage, params, derivatives=kind)
         if self.flat is None:
-            self.flat = flat_params(self.plan, self.world, state.params)
-            for bucket in self.flat.buckets:
-                self.flat.release(bucket.index)
+            self.flat = flat_params(self.plan, self.world, state.params, released=True)
         params = tree.unflatten(self.flat.views)
         return Program(
             self.world,
