@@ -31,8 +31,13 @@ FREE = {
     *("data.path", "data.hash"),
     *(f"train.{key}" for key in ("steps", "eval_every", "eval_batches", "checkpoint_every")),
     *(f"train.{key}" for key in ("keep", "log_every", "malloc_tuning", "timeout_s")),
+    *(f"parallel.{key}" for key in ("sharding", "shard_copies", "mean_gradients", "prefetch")),
+    *(f"parallel.{key}" for key in ("overlap", "bucket_size", "recompute", "offload")),
 }
-"""Keys that may change when a run is resumed: they do not touch what was computed so far."""
+"""Keys that may change when a run is resumed: they do not touch what was computed so far.
+
+A checkpoint holds whole parameters and moments by path, however they were cut over data ranks.
+"""
 
 
 class RunError(RuntimeError):
