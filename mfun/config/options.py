@@ -72,10 +72,10 @@ _ROWS: tuple[tuple[Verdict, str, tuple[str, ...], str], ...] = (
         "in fp32 all gradients are added up and reduced in it",
     ),
     (
-        "not needed",
+        "option",
         "average_in_collective",
-        ("train.loss_norm",),
-        "the loss is divided before its backward, so the ranks' gradients are summands",
+        ("parallel.mean_gradients",),
+        "collectives take the mean of the data ranks' gradients, to the same values",
     ),
     (
         "not needed",
