@@ -35,8 +35,9 @@ FIELDS = {
     "tied": ("true", "false"),
     "layers": ("even", "uneven", "standalone"),
     "split": ("true", "false"),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "full", "selective"),
     "world": ("plain", "vmap"),
+    "overlap": ("false", "true"),
 }
 
 
@@ -57,7 +58,8 @@ def settings(row: Row) -> str:
         f"pp={p} chunks={v} parallel.schedule={row['schedule']} microbatches={row['m']} "
         f"global_batch={int(row['m']) + 1} layers={sum(layers)} tied={row['tied']} dropout=0.1 "
         f"parallel.layers_per_stage={','.join(map(str, layers))} parallel.recompute="
-        f"{row['recompute']} parallel.split_backward={row['split']}"
+        f"{row['recompute']} parallel.split_backward={row['split']} "
+        f"parallel.overlap={row.get('overlap', 'false')} bucket_size=300"
     )
 
 
@@ -92,15 +94,12 @@ def test_schedule_equals_one_device(row: Row) -> None:
 @pytest.mark.parametrize("p", FIELDS["p"])
 def test_whole_grid_equals_one_device(name: str, p: str) -> None:
     """Every v and m; the features change from row to row."""
-    rest = [FIELDS[field] for field in ("tied", "layers", "split", "recompute", "world")]
-    features = itertools.cycle(itertools.product(*rest))
+    names = ("tied", "layers", "split", "recompute", "world", "overlap")
+    features = itertools.cycle(itertools.product(*(FIELDS[field] for field in names)))
     for v, m in itertools.product(FIELDS["v"], FIELDS["m"]):
         row = {"schedule": name, "p": p, "v": v, "m": m}
         if allowed(row):
-            more = zip(
-                ("tied", "layers", "split", "recompute", "world"), next(features), strict=True
-            )
-            assert_equal(row | dict(more))
+            assert_equal(row | dict(zip(names, next(features), strict=True)))
 
 
 DOZEN = (
