@@ -248,6 +248,15 @@ def test_one_real_rank_of_eight(strategy: str, options: str) -> None:
     close(row.measured, zero_memory.layout_of(strategy, 8, *settings))
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_one_real_rank_of_two_copies(strategy: str) -> None:
+    """Shards that are kept twice over four ranks are as large as over two, and so measured."""
+    settings = ("parallel.shard_copies=2", "parallel.mean_gradients=true")
+    layout = zero_memory.layout_of(strategy, 4, *settings)
+    close(zero_memory.run(strategy, 4, *settings).measured, layout)
+    assert account(layout, 0).held == account(zero_memory.layout_of(strategy, 2), 0).held
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("options", list(OPTIONS))
