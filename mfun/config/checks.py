@@ -36,6 +36,7 @@ def check(config: Config) -> None:
         _gathered,
         _batches,
         _shards,
+        _checked,
         _rampup,
         _rates,
     )
@@ -200,6 +201,16 @@ def _shards(config: Config) -> Iterator[str]:
         )
     elif parallel.dp and dp % copies:
         yield _undivided("parallel.dp", dp, "parallel.shard_copies", copies)
+
+
+def _checked(config: Config) -> Iterator[str]:
+    train, scaling = config.train, config.precision.scaling
+    if scaling == "dynamic" and (train.check_gradients or train.large_gradient):
+        yield (
+            "train.check_gradients (or large_gradient) is set, but with precision.policy = "
+            f"{config.precision.policy} scaled gradients overflow by design, and the step is "
+            "skipped; leave it out, or use precision.policy=bf16."
+        )
 
 
 def _rampup(config: Config) -> Iterator[str]:

@@ -271,6 +271,9 @@ class TrainConfig:
       loss_norm: a step's loss is the mean over its tokens, or the mean of microbatch means.
       label_smoothing: probability spread over the whole vocabulary.
       z_loss: weight of the squared log-partition.
+      check_gradients: look at each rank's gradients before they are reduced, and end the run at one
+        that is not finite, naming rank and parameter.
+      large_gradient: likewise at one of this absolute value or more; 0 is none.
       eval_every: steps between validation losses; 0 means never.
       eval_batches: global batches of a validation loss.
       checkpoint_every: steps between checkpoints; 0 means only at the end.
@@ -290,6 +293,8 @@ class TrainConfig:
     loss_norm: LossNorm = choice("tokens", LossNorm)
     label_smoothing: float = real(0.0, below=1.0)
     z_loss: float = real(0.0)
+    check_gradients: bool = flag(False)
+    large_gradient: float = real(0.0)
     eval_every: int = whole(50)
     eval_batches: int = whole(4, least=1)
     checkpoint_every: int = whole(100)

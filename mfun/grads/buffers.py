@@ -8,7 +8,7 @@ shard group keeps an equal piece of the sum, whatever leaves it cuts.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -118,6 +118,7 @@ class GradBuffers:
     Attributes:
         sums: by bucket, a reduction on its way.
         shards: by bucket, this rank's pieces of the finished sums, where sharded.
+        guard: called with these and a bucket before it is reduced (`Guard.check`).
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class GradBuffers:
             released=release,
         )
         self.sharded, self.release, self.mean = sharded, release, mean
+        self.guard: Callable[[GradBuffers, int], None] | None = None
         self.shards: dict[int, Tensor] = {}
         self.bucket_of = {span.path: i for i, b in enumerate(self.buckets) for span in b.spans}
         self._fresh: set[str] = set()

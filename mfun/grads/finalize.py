@@ -68,6 +68,8 @@ def start_reduce(world: World, grads: GradBuffers, bucket: int) -> None:
     elif bucket in grads.sums:
         raise RuntimeError(f"bucket {bucket} is reduced twice in a window")
     grads.close(bucket)
+    if grads.guard is not None:
+        grads.guard(grads, bucket)
     row, buffer = grads.row(bucket), grads.buffers[bucket]
     op = "mean" if grads.mean else "sum"
     if grads.sharded:

@@ -31,6 +31,7 @@ FREE = {
     *("data.path", "data.hash"),
     *(f"train.{key}" for key in ("steps", "eval_every", "eval_batches", "checkpoint_every")),
     *(f"train.{key}" for key in ("keep", "log_every", "malloc_tuning", "timeout_s")),
+    *(f"train.{key}" for key in ("check_gradients", "large_gradient")),
     *(f"parallel.{key}" for key in ("sharding", "shard_copies", "mean_gradients", "prefetch")),
     *(f"parallel.{key}" for key in ("overlap", "bucket_size", "recompute", "offload")),
 }

@@ -12,6 +12,7 @@ from mfun import optim, rng, tree
 from mfun.comm.world import Message, Waits, World
 from mfun.grads import (
     GradBuffers,
+    Guard,
     ParamBuffers,
     finalize_steps,
     global_norm,
@@ -186,6 +187,12 @@ class Trainer:
         if self.grads is None:
             device = next(iter(tree.flatten(params).values())).device
             self.grads = self.plan.buffers(self.stage.index, self.world.lead, device)
+            train = self.plan.config.train
+            if train.check_gradients or train.large_gradient:
+                rank = self.plan.mesh.stage_ranks(self.stage.index)[0]
+                self.grads.guard = Guard(
+                    getattr(self.world, "rank", rank), train.large_gradient
+                ).check
         return self.grads
 
     def gradients(self, state: State, batches: Sequence[Batch]) -> Waits[Gradients]:
