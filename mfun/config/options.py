@@ -84,12 +84,17 @@ _ROWS: tuple[tuple[Verdict, str, tuple[str, ...], str], ...] = (
         "the division is in the gradient of the loss: no pass over gradients is there to fuse",
     ),
     (
-        "built in",
+        "option",
         "check_for_nan_in_grad",
-        (),
-        "a loss or gradient norm that is not finite ends the run before anything is saved",
+        ("train.check_gradients",),
+        "before they are reduced, by rank and parameter; a norm that is not finite always ends a run",
     ),
-    ("not built", "check_for_large_grads", ("optim.clip",), "large gradients are clipped"),
+    (
+        "option",
+        "check_for_large_grads",
+        ("train.large_gradient",),
+        "from which absolute value on, by rank and parameter",
+    ),
     (
         "option",
         "delay_wgrad_compute",
