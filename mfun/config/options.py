@@ -87,7 +87,7 @@ _ROWS: tuple[tuple[Verdict, str, tuple[str, ...], str], ...] = (
         "option",
         "check_for_nan_in_grad",
         ("train.check_gradients",),
-        "before they are reduced, by rank and parameter; a norm that is not finite always ends a run",
+        "ends the run by rank and parameter, before they are reduced; a bad norm always does",
     ),
     (
         "option",
