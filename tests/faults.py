@@ -489,7 +489,10 @@ REDUCTIONS = (
     ),
     Fault(
         "the first bucket is not reduced",
-        edit("grads.finalize:finalize_steps", ("in grads.order():", "in grads.order()[1:]:")),
+        edit(
+            "grads.finalize:finalize_steps",
+            ("if not grads.reduced(i):", "if i and not grads.reduced(i):"),
+        ),
         DATA,
         "sum over dp is missing",
         "a bucket skipped by an overlap that thought it done",
@@ -589,14 +592,14 @@ REDUCTIONS = (
     ),
     Fault(
         "the norm is not summed over tp",
-        edit("grads.finalize:global_norm", ('("tp",), everywhere', "(), everywhere")),
+        edit("grads.finalize:global_norm", ('else ("tp",)', "else ()")),
         TP,
         "gradient norm off",
         "each rank clips by its own norm",
     ),
     Fault(
         "the norm is not summed over stages",
-        edit("grads.finalize:global_norm", ('("tp",), everywhere', '("tp",), None')),
+        edit("grads.finalize:global_norm", ("axes, everywhere)", "axes, None)")),
         CLIP,
         "gradient norm off",
         "each stage clips by its own norm, replicas drift apart",
@@ -1838,14 +1841,17 @@ OPTIMIZER = (
 PROCESSES = (
     Fault(
         "an overlapped sum is used before it is there",
-        edit("comm.overlap:Pending.wait", ("self.work.wait()", "pass")),
+        edit("comm.overlap:Pending.wait", ("wait(self.works)", "pass")),
         RANKS,
         "tp|gradient off",
         "a missing wait: wrong only when the network is slow",
     ),
     Fault(
         "an overlapped reduce-scatter keeps one summand",
-        edit("comm.overlap:start_reduce_scatter", ("parts.sum(0)", "parts[0]")),
+        edit(
+            "comm.overlap:start_reduce_scatter",
+            ("sum_exchanged(cut[axis.position], parts, axis)", "cut[axis.position]"),
+        ),
         RANKS_SEQUENCE,
         "gradient off",
         "the fast path of column layers",
@@ -1883,7 +1889,7 @@ PROCESSES = (
         "a process scatters one rank's summand",
         edit(
             "comm.kernels:_reduce_scatter",
-            ("_all_to_all(x, axis).sum(0)", "_all_to_all(x, axis)[0]"),
+            ("sum_exchanged(x[axis.position], parts, axis)", "x[axis.position]"),
         ),
         RANKS_SEQUENCE,
         "loss off",
@@ -2266,7 +2272,9 @@ PRECISION = (
     ),
     Fault(
         "the loss is not scaled",
-        edit("train.step:Trainer.gradients", ("factor = optim.loss_scale(state.opt)", "factor = 1.0")),
+        edit(
+            "train.step:Trainer.gradients", ("factor = optim.loss_scale(state.opt)", "factor = 1.0")
+        ),
         FP16,
         "skipped|another weight",
         "gradients underflow, and those that do not are too small",

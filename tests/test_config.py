@@ -328,7 +328,12 @@ def test_configs_are_frozen_and_hashable() -> None:
         ("parallel.ep=2 parallel.dp=2", "parallel.ep is 2|not built"),
         ("parallel.ep=3", "parallel.ep is 3|not built"),
         ("parallel.etp=2", "parallel.etp is 2|not built"),
-        ("parallel.sharding=optim", "parallel.sharding is optim|not built"),
+        ("parallel.shard_copies=2", "shard_copies is 2|sharding is no_shard"),
+        (
+            "parallel.sharding=optim parallel.shard_copies=2 parallel.dp=3 train.global_batch=6 "
+            "train.microbatches=2",
+            "parallel.dp|3|parallel.shard_copies|2",
+        ),
         ("precision.policy=bf16 precision.grads=fp16", "precision.grads is fp16|compute is bf16"),
         (
             "precision.policy=bf16 precision.params=fp32 parallel.sharding=optim_grads_params",
