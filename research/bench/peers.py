@@ -3,11 +3,12 @@
 Each case runs mfun and the peer in separate, alternating processes with the same allocator setting,
 several times, and prints the ratio (below 1: mfun is faster) of the medians of neighbouring runs,
 of these the median, which a machine that slows down for both does not move, and of peak resident
-memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (DistributedDataParallel), tp2
-(DTensor with loss parallel), zero3 (parameters sharded, against FSDP2), zero1 (the optimizer
-sharded, against mfun without), pp2 (torch.distributed.pipelining Schedule1F1B), and against the same
-peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8 microbatches) and zb8cut (ZB-H2 with
-8, and the blocks cut 5 + 3, because the second stage also has the head).
+memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (overlapped, against
+DistributedDataParallel), zero1 (the optimizer sharded, against mfun without), zero3 (parameters
+sharded, against FSDP2), tp2 (DTensor with loss parallel), pp2 (torch.distributed.pipelining
+Schedule1F1B), and against the same peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8
+microbatches) and zb8cut (ZB-H2 with 8, and the blocks cut 5 + 3, because the second stage also has
+the head).
 
 Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--repeats 3] [--steps 6]
         (MFUN_BENCH_MALLOC=0: both sides without the allocator setting that `mfun train` makes)
@@ -56,7 +57,14 @@ class Case:
 
 CASES = {
     "one": Case(1, {}, 1, "eager nn.Module + fused AdamW", 1.00),
-    "dp2": Case(2, {"dp": 2}, 1, "DistributedDataParallel", 0.99),
+    "dp2": Case(
+        2,
+        {"dp": 2},
+        1,
+        "DistributedDataParallel",
+        0.99,
+        {"parallel.overlap": "true", "parallel.bucket_size": "4000000"},
+    ),
     "zero1": Case(2, {"dp": 2}, 1, "mfun without sharding", 1.02, {"parallel.sharding": "optim"}),
     "zero3": Case(
         2,
