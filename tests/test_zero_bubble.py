@@ -257,9 +257,10 @@ def problems(draw: st.DrawFn, chunks: int = 0) -> tuple[int, int, int, Costs]:
     times = st.lists(st.floats(0.25, 4), min_size=p * v, max_size=p * v).map(tuple)
     flat = st.floats(0.25, 4)
     head = st.just((*[1.0] * (p * v - 1), 1.5))
-    parts = {part: draw(times | flat | head) for part in "FIW"}
+    f, i, w = (draw(times | flat | head) for _ in "FIW")
     latency, transfer = draw(st.just(0.0) | st.floats(0, 3)), draw(st.just(0.0) | st.floats(0, 1))
-    return p, m, v, Costs(**parts, latency=latency, transfer=transfer, overlap=draw(st.booleans()))
+    moves = {"latency": latency, "transfer": transfer}
+    return p, m, v, Costs(F=f, I=i, W=w, **moves, overlap=draw(st.booleans()))
 
 
 def no_worse(name: str, problem: tuple[int, int, int, Costs], orders: Any, memory: int = 0) -> None:
