@@ -841,7 +841,7 @@ PIPELINE = (
     ),
     Fault(
         "W runs nothing",
-        edit("pipeline.executor:_Flight.weights", ("layer.sink.run()", "None")),
+        edit("pipeline.flight:Flight.weights", ("layer.sink.run()", "None")),
         SPLIT,
         "gradient off",
         "the products left for W are dropped",
@@ -885,7 +885,7 @@ PIPELINE = (
     Fault(
         "recompute with another dropout key",
         edit(
-            "pipeline.executor:Program.layer",
+            "pipeline.program:Program.layer",
             (
                 "batch, key, self",
                 'batch, key.fold("again") if key and torch.is_grad_enabled() else key, self',
@@ -2203,7 +2203,7 @@ STREAMS = (
     Fault(
         "the graph's leaf holds the input",
         edit(
-            "pipeline.executor:_Flight.forward",
+            "pipeline.flight:Flight.forward",
             ("apply, x = without_input(apply, x)", "pass"),
         ),
         inserted.inputs_leave,

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mfun import tree
 from mfun.grads import start_reduce
 from mfun.pipeline import executor, mailbox
-from mfun.pipeline.executor import _Flight
+from mfun.pipeline.flight import Flight
 from mfun.pipeline.pullback import autograd_layer
 from mfun.schedule import SCHEDULES, ScheduleError, Send, check, dress
 from mfun.schedule.ops import Recompute, Reduce, tag_text
@@ -56,7 +56,7 @@ def test_forward_inputs_and_weights_cost_one_forward_each(model):
     matrices = 16 * 16 * 2 + 2 * kv * 8 * 16 + (up + 1) * 64 * 16
     tokens = batch["tokens"].numel()
     layers = trainer.stage.layers
-    flight = _Flight(grads, run.paths(), len(layers))
+    flight = Flight(grads, run.paths(), len(layers))
     flight.value = x
     counted = []
     steps = (

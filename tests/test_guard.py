@@ -13,7 +13,7 @@ from mfun import config as cfg
 from mfun.comm import ProcessWorld, finish
 from mfun.config import Config, ConfigError
 from mfun.grads import GradientError, needed_groups
-from mfun.pipeline import executor
+from mfun.pipeline.flight import Flight
 from mfun.train.plan import plan
 from mfun.train.step import State, Trainer
 from mfun.verify.batches import rank_batches
@@ -25,7 +25,7 @@ def run(
     """One step of two data ranks, of which rank 1 gets this number into a gradient."""
     config = cfg.override(config_of({"dp": "2", **row}), settings)
     layout = plan(cfg.resolve(config, None))
-    original = executor._Flight.backward
+    original = Flight.backward
 
     def backward(self: Any, i: int, later: bool) -> None:
         original(self, i, later)
@@ -37,7 +37,7 @@ def run(
     def at_rank_1(grads: Any) -> bool:
         return grads.guard is None or grads.guard.__self__.rank == 1
 
-    monkeypatch.setattr(executor._Flight, "backward", backward)
+    monkeypatch.setattr(Flight, "backward", backward)
 
     def main(groups: Any) -> State:
         world = ProcessWorld(groups)

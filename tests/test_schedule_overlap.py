@@ -8,6 +8,7 @@ import torch
 from mfun.comm import ProcessWorld, distribute, finish
 from mfun.grads import needed_groups
 from mfun.pipeline import executor
+from mfun.pipeline.flight import Flight
 from mfun.schedule import ScheduleError, check
 from mfun.schedule.ops import B, I, Reduce, W
 from mfun.train.extras import bucket_layers, bucket_size, extras
@@ -124,15 +125,13 @@ def test_reductions_run_before_the_last_backward(monkeypatch: pytest.MonkeyPatch
     """They are on their way while layers are still to come, which is the point."""
     _, on = both(settings("1f1b", 3, "dp=2 global_batch=6"))
     ran: list[str] = []
-    start, backward = executor.start_reduce, executor._Flight.backward
+    start, backward = executor.start_reduce, Flight.backward
     monkeypatch.setattr(
         executor,
         "start_reduce",
         lambda world, grads, i: (ran.append(f"R{world.stage}"), start(world, grads, i))[1],
     )
-    monkeypatch.setattr(
-        executor._Flight, "backward", lambda *a, **k: (ran.append("B"), backward(*a, **k))[1]
-    )
+    monkeypatch.setattr(Flight, "backward", lambda *a, **k: (ran.append("B"), backward(*a, **k))[1])
     in_mailbox(on)
     assert "B" in ran[ran.index("R0") :]
 

@@ -22,6 +22,7 @@ from mfun.comm import ProcessWorld, finish
 from mfun.config import Config, ConfigError, from_toml, load, resolve, to_toml
 from mfun.data import DataError
 from mfun.mesh import Mesh
+from mfun.pipeline.flight import Flight
 from mfun.plan.memory import account
 from mfun.train import loop, metrics
 from mfun.train.feed import feed
@@ -544,13 +545,12 @@ def test_the_activation_formula_is_near_what_is_kept(overrides, text):
         return x
 
     from mfun import rng
-    from mfun.pipeline import executor
 
     program = job.trainer._program(state)
     key = rng.key(0, "dropout", 0) if config.model.dropout else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         layers = program.stage.layers
-        flight = executor._Flight(job.trainer.buffers(state.params), program.paths(), len(layers))
+        flight = Flight(job.trainer.buffers(state.params), program.paths(), len(layers))
         for i, layer in enumerate(layers):
             flight.forward(i, program, layer, batch, key)
     assert sum(kept.values()) == pytest.approx(kept_bytes(job.plan, 0), rel=0.25)

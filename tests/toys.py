@@ -13,7 +13,7 @@ from mfun.grads import GradBuffers, finalize_steps, global_norm, lay_out, reduct
 from mfun.mesh import Mesh
 from mfun.nn.layer import Layer
 from mfun.pipeline import executor, mailbox
-from mfun.pipeline.executor import Program
+from mfun.pipeline.program import Program
 from mfun.pipeline.pullback import Linearize, autograd_layer
 from mfun.pipeline.stage import Stage
 from mfun.schedule import Placement, Schedule, plan

@@ -20,7 +20,7 @@ import torch
 
 from mfun.checkpoint import writer
 from mfun.cli import main
-from mfun.pipeline import executor
+from mfun.pipeline.flight import Flight
 from mfun.train import loop
 from mfun.train.feed import Feed
 from mfun.train.step import Trainer
@@ -42,11 +42,11 @@ def plant(kind: str) -> None:
     """Make one place of step 3 fail on this rank."""
     owner, name = {
         "loader": (Feed, "step"),
-        "forward": (executor._Flight, "forward"),
-        "backward": (executor._Flight, "backward"),
+        "forward": (Flight, "forward"),
+        "backward": (Flight, "backward"),
         "optimizer": (torch, "_fused_adamw_"),
         "save": (writer, "_write_tensors"),
-        "kill": (executor._Flight, "forward"),
+        "kill": (Flight, "forward"),
         "hang": (Feed, "step"),
     }[kind]
     original = getattr(owner, name)

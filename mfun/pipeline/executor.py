@@ -8,23 +8,16 @@ in where the stream says. Nothing else happens in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
-from mfun import tree
-from mfun.comm.groups import Groups
-from mfun.comm.world import Message, Waits, World
-from mfun.grads import GradBuffers, ParamBuffers, shard_name, start_reduce
-from mfun.nn.layer import Ctx, Layer
-from mfun.nn.weight_grads import Paths, WeightGrads, paths_by_memory
-from mfun.pipeline.offload import Place, Shelf, without_input
-from mfun.pipeline.pullback import Linearize, Pull, autograd_layer
-from mfun.pipeline.stage import Stage
+from mfun.comm.world import Message, Waits
+from mfun.grads import GradBuffers, start_reduce
+from mfun.pipeline.flight import Flight
+from mfun.pipeline.program import Batch, Program
 from mfun.rng import Key
 from mfun.schedule import (
     B,
@@ -42,75 +35,6 @@ from mfun.schedule import (
 )
 from mfun.schedule import batches as batches_of
 from mfun.schedule.ops import AnyOp, Gather, Offload, Recompute, Reduce, Release, Reload
-
-Batch = Mapping[str, Tensor]
-
-
-@attrs.frozen(eq=False)
-class Program:
-    """What one stage runs.
-
-    Args:
-        world: of this rank.
-        stage: its layers.
-        params: its parameters, nested as `stage.specs`.
-        linearize: how a layer is run and pulled back.
-        derivatives: "first" allows kernels without second derivatives or batching rules.
-        flat: buffers of sharded parameters, which the stream gathers; `params` are its views.
-        shards: this rank's pieces of them.
-    """
-
-    world: World
-    stage: Stage
-    params: Any
-    linearize: Linearize = autograd_layer
-    derivatives: Literal["any", "first"] = "any"
-    flat: ParamBuffers | None = None
-    shards: Mapping[str, Tensor] = attrs.field(factory=dict)
-
-    def layer(
-        self,
-        layer: Layer,
-        batch: Batch,
-        key: Key | None,
-        weight_grads: WeightGrads | None = None,
-    ) -> Callable[..., Message]:
-        """`(params, x) -> y` of a layer on this world's tensors, with the batch closed over."""
-
-        def local(groups: Groups, params: Any, x: Message, batch: dict[str, Tensor]) -> Message:
-            ctx = Ctx(groups, batch, key, self.derivatives, weight_grads)
-            return layer.apply(params, x, ctx)
-
-        lifted, batch = self.world.lift(local), dict(batch)
-        return lambda params, x: lifted(params, x, batch)
-
-    def paths(self) -> Paths | None:
-        """Parameters by memory, where weights' gradients are taken out of autograd's hands."""
-        if self.derivatives == "any":
-            return None
-        return {} if self.flat else paths_by_memory(tree.flatten(self.params))
-
-    def gather(self, op: Gather | Release, paths: Paths | None) -> None:
-        """Start to gather a bucket of parameters, or let go of it: nobody's memory is theirs."""
-        assert self.flat is not None, "a stream gathers parameters that are sharded"
-        if isinstance(op, Gather):
-            self.flat.start(op.bucket, self.shards[shard_name(op.bucket)])
-            return
-        gone = set(self.flat.release(op.bucket))
-        for at in [at for at, path in (paths or {}).items() if path in gone]:
-            del paths[at]  # type: ignore[index]
-
-    def ready(self, layer: Layer, paths: Paths | None) -> Waits[None]:
-        """Wait for a layer's gathered parameters, and note where they lie."""
-        if self.flat is not None:
-            views = self.flat.views
-            arrived = yield from self.flat.ready(tree.flatten(layer.specs))
-            if paths is not None:
-                paths.update(paths_by_memory({path: views[path] for path in arrived}))
-
-    def own(self, layer: Layer) -> Any:
-        """The part of the parameters that a layer uses."""
-        return tree.select(self.params, layer.specs)
 
 
 def train_step(
@@ -142,7 +66,7 @@ def train_step(
     grads.start()
     stage, place = program.stage, program.stage.place
     paths = program.paths()
-    flights: dict[tuple[int, int], _Flight] = {}
+    flights: dict[tuple[int, int], Flight] = {}
     losses: dict[int, Tensor] = {}
     again = {(op.mb, op.chunk, op.layer) for op in stream if isinstance(op, Recompute)}
     away = {(op.mb, op.chunk) for op in stream if isinstance(op, Offload)}
@@ -156,7 +80,7 @@ def train_step(
                 virtual, layers = stage.virtual(chunk), stage.chunks[chunk]
                 if not op.layer:
                     leaves = (mb, chunk) in away
-                    flights[mb, chunk] = _Flight(grads, paths, len(layers), leaves)
+                    flights[mb, chunk] = Flight(grads, paths, len(layers), leaves)
                 flight = flights[mb, chunk]
                 if not op.layer:
                     flight.value = yield from mail.incoming(needs(op, virtual, place))
@@ -207,130 +131,6 @@ def train_step(
 def _layers(op: Compute | Recompute, count: int) -> range:
     """The layers of its chunk that an op runs."""
     return range(count) if op.layer is None else range(op.layer, op.layer + 1)
-
-
-@attrs.define(eq=False)
-class _Layer:
-    """What one layer's forward leaves for its backward: the pullback, then the weights' products.
-
-    Args:
-        sink: takes the products, or None where gradients come out of the pullback.
-        pull: until the backward to the inputs.
-        x: the input, where the forward is run again for the backward.
-        kept: gradients that wait for W, without a sink.
-        shelf: where what the pullback needs and x are, if they go to the host.
-    """
-
-    sink: WeightGrads | None
-    pull: Pull | None = None
-    x: dict[str, Tensor | Place] = attrs.field(factory=dict)
-    kept: dict[str, Tensor | None] = attrs.field(factory=dict)
-    shelf: Shelf | None = None
-
-    def saving(self, params: Any, batch: Batch) -> AbstractContextManager[None]:
-        """Put what autograd saves on the shelf, but for parameters and the batch."""
-        if self.shelf is None:
-            return nullcontext()
-        stay = (*tree.flatten(params).values(), *batch.values())
-        known = (lambda x: False) if self.sink is None else self.sink.knows
-        return self.shelf.saving(stay, known)
-
-    def keep(self, x: Message) -> None:
-        """Keep the input only."""
-        self.x = {**x} if self.shelf is None else {k: self.shelf.put(v) for k, v in x.items()}
-
-    def take(self) -> Message:
-        """The input, which is let go of."""
-        get = (self.shelf or Shelf()).get
-        x = {name: get(value) for name, value in self.x.items()}
-        self.x, self.shelf = {}, None
-        return x
-
-
-class _Flight:
-    """A microbatch on a chunk, from its forward to the end of its backward.
-
-    Args:
-        grads: where gradients go.
-        paths: of parameters by memory, or None where their gradients come out of the pullbacks.
-        count: layers of the chunk.
-        leaves: what is kept goes to the host for a while.
-    """
-
-    def __init__(
-        self, grads: GradBuffers, paths: Paths | None, count: int, leaves: bool = False
-    ) -> None:
-        self._grads = grads
-        self.value: Message = {}
-        self.layers = [
-            _Layer(
-                None if paths is None else WeightGrads(paths, grads.claim),
-                shelf=Shelf() if leaves else None,
-            )
-            for _ in range(count)
-        ]
-
-    def take(self) -> Message:
-        """The value, which is not kept: what was sent can go."""
-        value, self.value = self.value, {}
-        return value
-
-    @torch.no_grad()
-    def forward(
-        self,
-        i: int,
-        program: Program,
-        layer: Layer,
-        batch: Batch,
-        key: Key | None,
-        keep: bool = True,
-    ) -> None:
-        """Run layer i on the value; without `keep` only its input is left, for `again`."""
-        own, x = self.layers[i], self.value
-        apply, params = program.layer(layer, batch, key, own.sink), program.own(layer)
-        if keep:
-            if own.shelf is not None:
-                apply, x = without_input(apply, x)
-            with own.saving(params, batch):
-                self.value, own.pull = program.linearize(apply, params, x)
-        else:
-            own.keep(x)
-            self.value = apply(params, x)
-
-    @torch.no_grad()
-    def again(self, i: int, program: Program, layer: Layer, batch: Batch, key: Key | None) -> None:
-        """Run layer i again from its input, with the same keys and bits."""
-        own = self.layers[i]
-        apply = program.layer(layer, batch, key, own.sink)
-        _, own.pull = program.linearize(apply, program.own(layer), own.take())
-
-    def backward(self, i: int, later: bool) -> None:
-        """Pull the value back through layer i; weights' gradients now, or kept for `weights`."""
-        layer = self.layers[i]
-        pull, layer.pull = layer.pull, None
-        assert pull is not None, "a stream that was checked runs every backward once"
-        if layer.sink is not None:
-            layer.sink.later = later
-        grads, self.value = pull(self.value)
-        layer.shelf = None
-        if later and layer.sink is None:
-            layer.kept = grads
-        else:
-            self._grads.add(grads)
-
-    def move(self, op: Offload | Reload) -> None:
-        """All that is kept, to the host or back."""
-        for layer in self.layers:
-            assert layer.shelf is not None, "a stream that was checked reloads what it needs"
-            layer.shelf.offload() if isinstance(op, Offload) else layer.shelf.reload()
-
-    def weights(self, i: int) -> None:
-        """Add what layer i has kept."""
-        layer = self.layers[i]
-        if layer.sink is not None:
-            layer.sink.run()
-        self._grads.add(layer.kept)
-        layer.kept = {}
 
 
 def evaluate(

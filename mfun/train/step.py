@@ -21,7 +21,7 @@ from mfun.grads import (
     shard_name,
 )
 from mfun.pipeline import executor
-from mfun.pipeline.executor import Program
+from mfun.pipeline.program import Program
 from mfun.schedule import Checked
 from mfun.schedule.ops import AnyOp
 from mfun.spec import ParamSpec, init_params
