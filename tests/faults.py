@@ -888,7 +888,8 @@ PIPELINE = (
             "pipeline.program:Program.layer",
             (
                 "batch, key, self",
-                'batch, key.fold("again") if key and torch.is_grad_enabled() else key, self',
+                'batch, key.fold("again") if key and __import__("torch").is_grad_enabled() '
+                "else key, self",
             ),
         ),
         RECOMPUTE,

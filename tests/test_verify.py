@@ -329,7 +329,7 @@ def test_broken_collective_on_processes_exits_1(tmp_path: Path) -> None:
     """A sum over tp that does not communicate: the exit status is 1, the report names the axis."""
     broken = (
         "from mfun.comm import overlap\n"
-        "overlap.start_all_reduce = lambda x, axis: overlap.Pending(None, lambda: x)\n"
+        "overlap.start_all_reduce = lambda x, axis: overlap.Pending([], lambda: x)\n"
     )
     result = command(tmp_path, "parallel.pp=1", break_with=broken)
     assert result.returncode == 1, result.stderr

@@ -129,7 +129,9 @@ class MailboxWorld:
         self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum"
     ) -> Waits[Tensor]:
         """By indexing; the sum is that of `all_reduce`, to the bit."""
-        return self.shard((yield from self.all_reduce(x, axes, op=op)), axes)
+        x = self._within(x, tuple(axes), "sum")
+        return self.shard(x / math.prod(map(self.mesh.size, axes)) if op == "mean" else x, axes)
+        yield ""
 
     def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
         """By indexing, into `out`."""
