@@ -105,3 +105,13 @@ def test_not_a_parameter() -> None:
     assert window.keep == 0
     expected = torch.autograd.grad(F.embedding(index, leaf).square().sum(), leaf)[0]
     torch.testing.assert_close(dw, expected, rtol=0, atol=0)
+
+
+def test_stacked_memory_that_a_parameter_has_by_now() -> None:
+    """Parameters that are gathered move: a stacked weight's old place may be one's new place."""
+    w, dy, x = randn(4, 3), randn(5, 4), randn(5, 3)
+    window = Window(w)
+    window.sink.stacked(w, (randn(2, 3), randn(1, 3)))  # long gone, but for its address
+    with torch.no_grad():
+        assert window.sink.product(w, dy, x)
+    torch.testing.assert_close(window.view, dy.T @ x, rtol=1e-12, atol=1e-12)

@@ -74,7 +74,8 @@ class WeightGrads:
             False where w is not a parameter's memory (say, two put together), or a second
             derivative is wanted: the gradient is then the caller's to return.
         """
-        if parts := self._stacked.pop(place(w), None):
+        # A forward that kept nothing has named memory that a gathered parameter may have by now.
+        if not self.takes(w) and (parts := self._stacked.pop(place(w), None)):
             columns = dy_no.split([len(part) for part in parts], -1)
             taken = [self.product(*one, x_ni, by) for one in zip(parts, columns, strict=True)]
             assert all(taken), "stacked weights are parameters' memory"
