@@ -123,27 +123,9 @@ def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(groups.values()), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
-def one_device(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
-    """Eager, one process: returns a function that runs a step."""
-    model = Gpt(sizes)
+def stepper(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    """A training step of a model, as a function without arguments."""
     optimizer = fused_adamw(model)
-
-    def step() -> float:
-        value = loss(model(tokens), labels)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return value.item()
-
-    return step
-
-
-def ddp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
-    """DistributedDataParallel over all ranks."""
-    model = nn.parallel.DistributedDataParallel(Gpt(sizes), gradient_as_bucket_view=True)
-    optimizer = fused_adamw(model)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    x, y = tokens.chunk(world)[rank], labels.chunk(world)[rank]
 
     def step() -> float:
         value = loss(model(x), y)
@@ -153,6 +135,19 @@ def ddp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
         return value.item()
 
     return step
+
+
+def one_device(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
+    """Eager, one process: returns a function that runs a step."""
+    model = Gpt(sizes)
+    return stepper(model, tokens, labels)
+
+
+def ddp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
+    """DistributedDataParallel over all ranks."""
+    model = nn.parallel.DistributedDataParallel(Gpt(sizes), gradient_as_bucket_view=True)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return stepper(model, tokens.chunk(world)[rank], labels.chunk(world)[rank])
 
 
 def fsdp2(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
@@ -166,17 +161,7 @@ def fsdp2(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = fused_adamw(model)
-    x, y = tokens.chunk(world)[rank], labels.chunk(world)[rank]
-
-    def step() -> float:
-        value = loss(model(x), y)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return value.item()
-
-    return step
+    return stepper(model, tokens.chunk(world)[rank], labels.chunk(world)[rank])
 
 
 def dtensor_tp(sizes: Sizes, tokens: Tensor, labels: Tensor) -> Any:
