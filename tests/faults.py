@@ -1780,7 +1780,7 @@ OPTIMIZER = (
     ),
     Fault(
         "while the batch grows the data position is that of the full batch",
-        edit("train.feed:Feed.step", ("rampup.consumed(train, step)", "step * train.global_batch")),
+        edit("train.feed:Feed.rows", ("rampup.consumed(train, step)", "step * train.global_batch")),
         holds.growing_batches,
         "the samples is",
         "samples are skipped",
@@ -1972,23 +1972,21 @@ GUARDS = (
     ),
     Fault(
         "data ranks read the same rows",
-        edit("data.samples:rank_batch", ("first=consumed + dp_index * rows", "first=consumed")),
+        edit("data.samples:rank_samples", ("dp_index * count, (dp_index + 1) * count", "0, count")),
         holds.rows_of_ranks,
         "hold the samples",
         "data parallelism without more data",
     ),
     Fault(
         "a step reads the previous one's rows",
-        edit(
-            "data.samples:rank_batch", ("first=consumed + dp_index * rows", "first=dp_index * rows")
-        ),
+        edit("data.samples:rank_samples", ("consumed + np", "np")),
         holds.rows_of_ranks,
         "hold the samples",
         "the same batch for ever",
     ),
     Fault(
         "labels are the tokens",
-        edit("data.samples:batch", ("token_bw[:, 1:]", "token_bw[:, :-1]")),
+        edit("data.samples:rows", ("token_bw[:, 1:]", "token_bw[:, :-1]")),
         holds.rows_of_ranks,
         "labels",
         "the loss falls to 0 in no time",

@@ -39,6 +39,7 @@ def check(config: Config) -> None:
         _checked,
         _rampup,
         _rates,
+        _data,
     )
     problems = [problem for part in parts for problem in part(config)]
     problems += precision_problems(config.precision)
@@ -250,6 +251,28 @@ def _rates(config: Config) -> Iterator[str]:
     optim = config.optim
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr is {optim.min_lr:g}, above optim.lr = {optim.lr:g}; lower it."
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    for weights, path in (("weights", "path"), ("val_weights", "val_path")):
+        given, paths = getattr(data, weights), getattr(data, path)
+        if given and len(given) != len(paths):
+            yield (
+                f"data.{weights} has {len(given)} numbers and data.{path} names {len(paths)} "
+                "datasets; give one number for each, or none."
+            )
+        if given and not any(given):
+            yield f"data.{weights} is {[*given]}; give at least one number above 0."
+    if len(data.split) > 3 or (data.split and not data.split[0]):
+        yield (
+            f"data.split is {[*data.split]}; give up to three numbers, for training, validation "
+            "and test, the first above 0."
+        )
+    if data.split and data.val_path:
+        yield "data.split and data.val_path both say what validation uses; leave one out."
+    if data.mock and (data.path or data.val_path):
+        yield "data.mock is true and data.path names data; leave one out."
 
 
 def _undivided(key: str, value: int, by: str, size: int) -> str:

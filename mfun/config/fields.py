@@ -91,10 +91,36 @@ def texts() -> Any:
     return _many("strings", lambda v: type(v) is str and v != "", str)
 
 
+def reals() -> Any:
+    """A tuple of finite numbers of at least 0, as floats; written ``0.3,0.7`` or as a list."""
+
+    def good(v: Any) -> bool:
+        return type(v) is float and 0 <= v < math.inf
+
+    field = _many("finite numbers of at least 0", good, float)
+    field.converter = lambda v: (
+        tuple(float(x) if type(x) is int else x for x in v) if type(v) in (list, tuple) else v
+    )
+    return field
+
+
+def choices(literal: Any) -> Any:
+    """A tuple of some of the strings of a Literal type, none twice."""
+    names = get_args(literal)
+    field = _many(f"some of {', '.join(names)}", lambda v: type(v) is str and v in names, str)
+
+    def twice(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if len({*value}) < len(value):
+            raise ConfigError(f"{key_path(instance, attribute)} is {value!r}; give each once.")
+
+    field.validator(twice)
+    return field
+
+
 def tables(*keys: str) -> Any:
     """A table of tables with some of these keys, each a number of at least 0; written as in TOML.
 
-    On the command line: ``{"embed.*" = {lr = 0.1}}``. It counts for equality, not for the hash.
+    On the command line: ``{"embed.*" = {lr = 0.1}}``. Stored as a `Table`.
     """
     wanted = f'a table such as {{"embed.*" = {{{keys[0]} = 0.5}}}}, of {" and ".join(keys)} only'
 
@@ -107,15 +133,35 @@ def tables(*keys: str) -> Any:
 
     field = _field({}, check, lambda given: tomllib.loads(f"value = {given}")["value"])
     field.converter = _copied
-    field.hash = False
     return field
+
+
+class Table(dict[str, Any]):
+    """A dict that cannot be changed, and so has a hash.
+
+    Example:
+      >>> hash(Table(a=1.0)) == hash(Table(a=1.0)), Table(a=1.0) == {"a": 1.0}
+      (True, True)
+    """
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return Table, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a table of a configuration is frozen; make another with attrs.evolve")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
 
 def _copied(v: Any) -> Any:
     """Tables of one's own, whole numbers in them as floats."""
     if type(v) is int:
         return float(v)
-    return {k: _copied(x) for k, x in v.items()} if isinstance(v, dict) else v
+    return Table({k: _copied(x) for k, x in v.items()}) if isinstance(v, dict) else v
 
 
 def _many(wanted: str, good: Callable[[Any], bool], parse: Callable[[str], Any]) -> Any:

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from mfun.config.fields import choice, flag, real, tables, text, texts, whole, wholes
+from mfun.config.data import DataConfig
+from mfun.config.fields import choice, flag, real, tables, text, whole, wholes
 from mfun.config.precision import PrecisionConfig
 
 Position = Literal["learned", "rotary", "none"]
@@ -239,25 +240,6 @@ class OptimConfig:
 
 
 @attrs.frozen(kw_only=True)
-class DataConfig:
-    """What is learned from.
-
-    Args:
-      path: text files and folders; empty means the Python standard library's own sources.
-      packed: attention and positions restart at each document.
-      val_fraction: part of the data kept for the validation loss.
-      hash: digest of the data, filled in by a run and compared when it resumes.
-    """
-
-    section: ClassVar[str] = "data"
-
-    path: tuple[str, ...] = texts()
-    packed: bool = flag(False)
-    val_fraction: float = real(0.05, below=1.0)
-    hash: str = text("")
-
-
-@attrs.frozen(kw_only=True)
 class TrainConfig:
     """How long, how much at a time, and what is kept.
 
@@ -278,6 +260,7 @@ class TrainConfig:
       eval_batches: global batches of a validation loss.
       checkpoint_every: steps between checkpoints; 0 means only at the end.
       keep: newest checkpoints that are kept; 0 means all.
+      async_save: checkpoints are written beside the next steps, from a copy in the host's memory.
       log_every: steps between lines of progress.
       malloc_tuning: ask the allocator of the C library to keep big blocks.
       timeout_s: seconds after which a collective that does not finish is an error.
@@ -299,6 +282,7 @@ class TrainConfig:
     eval_batches: int = whole(4, least=1)
     checkpoint_every: int = whole(100)
     keep: int = whole(0)
+    async_save: bool = flag(False)
     log_every: int = whole(1, least=1)
     malloc_tuning: bool = flag(True)
     timeout_s: int = whole(120, least=1)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import Protocol
 
 import attrs
 import numpy as np
+
+from mfun.data.shuffle import order
 
 VOCAB = 256
 """Token ids of byte-level text are 0..255."""
@@ -46,6 +49,25 @@ class Corpus:
         """Contents of one document."""
         return self.tokens[self.bounds[index] : self.bounds[index + 1]].tobytes()
 
+    @property
+    def size(self) -> int:
+        """Tokens in all."""
+        return self.tokens.size
+
+    def windows(self, seq_len: int) -> int:
+        """Windows of seq_len + 1 tokens, see `samples.windows`."""
+        return max(self.size - 1, 0) // seq_len
+
+    def draw(self, sample_b: np.ndarray, seed: int | None, seq_len: int) -> list[np.ndarray]:
+        """The tokens and the document numbers of some samples, each (b, seq_len + 1) int64."""
+        start_b = order(sample_b, self.windows(seq_len), seed) * seq_len
+        place_bw = start_b[:, None] + np.arange(seq_len + 1)
+        document_bw = np.searchsorted(self.bounds, place_bw, side="right") - 1
+        return [self.tokens[place_bw].astype(np.int64), document_bw.astype(np.int64)]
+
+    def refuse_beyond(self, vocab: int, token_bw: np.ndarray) -> None:
+        """Nothing: `largest` is known."""
+
 
 def join(documents: Iterable[tuple[str, bytes]]) -> Corpus:
     """The corpus of some (name, contents); their order does not matter, empty ones are left out.
@@ -77,7 +99,16 @@ def _digest(documents: list[tuple[str, bytes]]) -> str:
     return state.hexdigest()
 
 
-def check_hash(corpus: Corpus, expected: str) -> None:
+class Hashed(Protocol):
+    """What has a hash: a `Corpus`, or a part of some datasets."""
+
+    @property
+    def hash(self) -> str:
+        """`digest-documents-tokens`."""
+        ...
+
+
+def check_hash(corpus: Hashed, expected: str) -> None:
     """Refuse a corpus that is not the one a run was started with.
 
     Args:
@@ -89,22 +120,23 @@ def check_hash(corpus: Corpus, expected: str) -> None:
         return
     raise DataError(
         f"data.hash: this run was started on data {expected} and data.path now holds "
-        f"{corpus.hash} ({_difference(expected, corpus.hash)}): restore the files it was started "
+        f"{corpus.hash} ({_difference(expected, corpus)}): restore the files it was started "
         "on, or start a new run in another folder"
     )
 
 
-def _difference(before: str, after: str) -> str:
+def _difference(before: str, after: Hashed) -> str:
     """What the counts inside two hashes say about a change."""
-    old, new = before.split("-")[1:], after.split("-")[1:]
+    old, new = before.split("-")[1:], after.hash.split("-")[1:]
+    unit = "bytes" if isinstance(after, Corpus) else "tokens"
     if len(old) != len(new):
         return "the stored hash is of another form"
     changed = [
         f"{what} {a} -> {b}"
-        for what, a, b in zip(("documents", "bytes"), old, new, strict=True)
+        for what, a, b in zip(("documents", unit), old, new, strict=True)
         if a != b
     ]
-    return ", ".join(changed) or "as many documents and bytes, but names or contents differ"
+    return ", ".join(changed) or f"as many documents and {unit}, but names or contents differ"
 
 
 def split(corpus: Corpus, fraction: float, *, at_least: int = 1) -> tuple[Corpus, Corpus]:

@@ -28,17 +28,20 @@ RUNS = Path("runs")
 """Where run folders are made, below the current folder."""
 LOCK = ".lock"
 FREE = {
-    *("data.path", "data.hash"),
+    *("data.path", "data.hash", "data.cache", "data.read"),
     *(f"train.{key}" for key in ("steps", "eval_every", "eval_batches", "checkpoint_every")),
     *(f"train.{key}" for key in ("keep", "log_every", "malloc_tuning", "timeout_s")),
     *(f"train.{key}" for key in ("check_gradients", "large_gradient")),
-    *(f"parallel.{key}" for key in ("sharding", "shard_copies", "mean_gradients", "prefetch")),
-    *(f"parallel.{key}" for key in ("overlap", "bucket_size", "recompute", "offload")),
+    *(f"train.{key}" for key in ("microbatches", "async_save")),
+    *(f"parallel.{field.name}" for field in attrs.fields(cfg.ParallelConfig)),
 }
 """Keys that may change when a run is resumed: they do not touch what was computed so far.
 
-A checkpoint holds whole parameters and moments by path, however they were cut over data ranks.
+The layout may, since a checkpoint holds parameters and moments by name, and each sample's place in
+a batch does not depend on it: only the rounding of sums does.
 """
+BY_MICROBATCH = {"train.microbatches", "parallel.dp"}
+"""Keys that must not change where the loss is a mean of microbatches' means."""
 
 
 class RunError(RuntimeError):
@@ -89,6 +92,8 @@ def configure(request: Request, world: int | None) -> Config:
         return cfg.resolve(cfg.load(request.source, request.overrides), world)
     base = stored if request.source is None else cfg.load(request.source)
     asked = cfg.resolve(cfg.override(base, request.overrides), world)
+    ordered = asked.data.samples or stored.data.samples
+    asked = attrs.evolve(asked, data=attrs.evolve(asked.data, samples=ordered))
     _refuse_changes(stored, asked, request)
     return attrs.evolve(asked, data=attrs.evolve(asked.data, hash=stored.data.hash))
 
@@ -140,7 +145,8 @@ def changes(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _refuse_changes(stored: Config, asked: Config, request: Request) -> None:
-    wrong = {k: v for k, v in changes(stored, asked).items() if k not in FREE}
+    free = FREE - (BY_MICROBATCH if asked.train.loss_norm == "microbatch" else set())
+    wrong = {k: v for k, v in changes(stored, asked).items() if k not in free}
     if wrong:
         listed = "; ".join(
             f"{key} is {old!r} there and {new!r} now" for key, (old, new) in wrong.items()

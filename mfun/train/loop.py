@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from mfun import checkpoint
-from mfun.checkpoint import CheckpointError
+from mfun.checkpoint import Background, CheckpointError
 from mfun.comm import finish
 from mfun.comm.process import ProcessWorld, distribute
 from mfun.config import Config, PrecisionConfig
@@ -42,7 +42,8 @@ class Record(NamedTuple):
         tokens: that counted in the loss.
         tokens_per_s, step_ms: by this rank's clock, without validation and checkpoint.
         val_loss: validation loss after the update, where it was taken.
-        saved: the checkpoint written after the update, if any.
+        saved: the checkpoint that was completed after the update, if any; with `train.async_save`
+            it is of the step it was asked for.
         stopped: name of the signal after which this is the last step.
         state: after the update; its tensors are overwritten by the next step.
         loss_scale: of this step, None where the loss is not scaled.
@@ -86,6 +87,7 @@ class Job:
         peers: the other ranks.
         folder: of the run; None writes nothing.
         stop: tells whether the run should end early.
+        saves: its checkpoints that are written beside training.
     """
 
     trainer: Trainer
@@ -93,6 +95,7 @@ class Job:
     peers: Peers
     folder: Path | None = None
     stop: Stop = attrs.field(factory=Stop)
+    saves: Background = attrs.field(factory=Background)
 
     @property
     def plan(self) -> Plan:
@@ -128,10 +131,11 @@ def job(
     world = ProcessWorld(groups, peers.device)
     return Job(
         Trainer(layout, world),
-        feed(config, world.coords, peers.device),
+        feed(config, world.coords, peers.device, groups.tp, ahead=True),
         peers,
         folder,
         stop or Stop(),
+        Background(peers.any),
     )
 
 
@@ -190,12 +194,15 @@ def train(job: Job, state: State | None = None) -> Generator[Record, None, State
     """
     state = begin(job) if state is None else state
     job.stop.pace(0.0)
-    while state.step < job.config.train.steps:
-        with _noted(state.step + 1):
-            state, record = _advance(job, state)
-        yield record
-        if record.stopped:
-            break
+    try:
+        while state.step < job.config.train.steps:
+            with _noted(state.step + 1):
+                state, record = _advance(job, state)
+            yield record
+            if record.stopped:
+                break
+    finally:
+        job.saves.close()
     return state
 
 
@@ -299,11 +306,20 @@ def _evaluate(job: Job, record: Record) -> float | None:
 
 
 def _save(job: Job, record: Record) -> Path | None:
-    """The checkpoint, if one is due: at intervals, at the end, and before an early end."""
+    """The checkpoint, if one is due: at intervals, at the end, and before an early end.
+
+    One that is written beside training is looked after at every step, and waited for by the next.
+    """
     train = job.config.train
     if job.folder is None:
         return None
-    if not record.stopped and not _due(train.checkpoint_every, record, train.steps):
-        return None
+    last = bool(record.stopped) or record.step == train.steps
+    if not last and not _due(train.checkpoint_every, record, train.steps):
+        return job.saves.poll()
     job.stop.saving()
-    return saving.save(job.trainer, record.state, job.folder, job.peers)
+    before = job.saves.finish()
+    order = saving.order(job.trainer, record.state, job.folder, job.peers)
+    if last or not train.async_save:
+        return checkpoint.save(order, job.peers.any)
+    job.saves.start(order)
+    return before
