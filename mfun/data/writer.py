@@ -138,6 +138,21 @@ class Writer:
         if self.modes is not None:
             self.modes.extend(modes if modes is not None else [0] * len(lengths))
 
+    def add_all(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Many documents of one sequence each.
+
+        Args:
+            tokens: of all of them.
+            lengths: (n,) of each.
+        """
+        assert self.modes is None and int(lengths.sum(dtype=np.int64)) == tokens.size
+        self._check(tokens, int(lengths.max(initial=0)))
+        self._append(tokens.astype(self.dtype).tobytes(), tokens.size)
+        before = len(self.lengths)
+        self.lengths.frombytes(lengths.astype(np.int32).tobytes())
+        numbers = np.arange(before + 1, before + 1 + len(lengths), dtype=np.int64)
+        self.documents.frombytes(numbers.tobytes())
+
     def _check(self, values: np.ndarray, longest: int) -> None:
         if longest > LONGEST:
             raise DataError(f"a sequence of {longest} tokens is longer than {LONGEST}: cut it")
