@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from hashlib import blake2b, file_digest
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import attrs
+
+from mfun.checkpoint.hashing import as_bytes
 
 
 def _go_on(operation: str, path: Path) -> None:
@@ -31,18 +33,21 @@ class Disk:
         self.before("make", path)
         path.mkdir(parents=True)
 
-    def write(self, path: Path, writer: Callable[[Path], object]) -> None:
-        """Let `writer` write a file, then bring it to the disk."""
-        self.before("write", path)
+    def write(self, path: Path, parts: Iterable[Any]) -> None:
+        """Write a file of some parts, bytes or other buffers, then bring it to the disk."""
         try:
-            writer(path)
+            with path.open("wb", buffering=0) as file:
+                for part in parts:
+                    self.before("write", path)
+                    _write_all(file.fileno(), as_bytes(part))
+                self.before("sync", path)
+                os.fsync(file.fileno())
         except OSError as error:
             error.filename = error.filename or str(path)  # a full disk does not say which
             raise
-        self.sync(path)
 
     def sync(self, path: Path) -> None:
-        """Wait until a file or a folder's list of names is on the disk."""
+        """Wait until a folder's list of names is on the disk."""
         self.before("sync", path)
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -53,7 +58,7 @@ class Disk:
     def rename(self, old: Path, new: Path) -> None:
         """Move within one folder: at any moment exactly one of the two names exists."""
         self.before("rename", old)
-        old.rename(new)
+        old.replace(new)
         self.sync(new.parent)
 
     def remove(self, path: Path) -> None:
@@ -65,7 +70,7 @@ class Disk:
             path.unlink()
 
 
-def hash_file(path: Path) -> str:
-    """blake2b of a file's bytes, 32 hexadecimal digits."""
-    with path.open("rb") as file:
-        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+def _write_all(handle: int, view: memoryview) -> None:
+    """A system call may write less than it was given."""
+    while view:
+        view = view[os.write(handle, view) :]

@@ -3,16 +3,20 @@
 checkpoints/step-00000100/        whole: it got this name after all of it was on the disk
 checkpoints/.tmp-step-00000200/   being written or deleted: ignored, removed by the next save
 checkpoints/.old-step-00000100/   being replaced by a new save of its step: counts until then
+checkpoints/latest                the name of the newest, for people and other tools
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from mfun.checkpoint.disk import Disk
-from mfun.checkpoint.index import CheckpointError, read_index
+from mfun.checkpoint.format import CheckpointError
+from mfun.checkpoint.index import read_index
 
+POINTER = "latest"
 _NAME = re.compile(r"(?:\.old-)?step-(\d{8,})")
 
 
@@ -47,26 +51,37 @@ def is_whole(folder: Path) -> bool:
 
 def saved(run_dir: Path) -> dict[int, Path]:
     """All whole checkpoints of a run by step, ascending."""
-    root = Path(run_dir) / "checkpoints"
-    found: dict[int, Path] = {}
-    for folder in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():
-        match = _NAME.fullmatch(folder.name)  # step-* sorts after .old-*, so it is met first
-        if match and int(match[1]) not in found and is_whole(folder):
-            found[int(match[1])] = folder
-    return dict(sorted(found.items()))
+    return dict(reversed([*_whole(run_dir)]))
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run, None if it has none."""
-    found = saved(run_dir)
-    return found[max(found)] if found else None
+    """The newest whole checkpoint of a run, None if it has none.
+
+    The pointer is not asked: a save that was killed just before it wrote it is whole all the same.
+    """
+    return next((folder for _, folder in _whole(run_dir)), None)
+
+
+def _whole(run_dir: Path) -> Iterator[tuple[int, Path]]:
+    """Step and folder of whole checkpoints, newest first; one that is being replaced only if need
+    be."""
+    root = Path(run_dir) / "checkpoints"
+    named: dict[int, list[Path]] = {}
+    for folder in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():
+        match = _NAME.fullmatch(folder.name)  # step-* sorts after .old-*, so it comes first here
+        if match:
+            named.setdefault(int(match[1]), []).append(folder)
+    for step in sorted(named, reverse=True):
+        found = next(filter(is_whole, named[step]), None)
+        if found is not None:
+            yield step, found
 
 
 def clean(run_dir: Path, disk: Disk) -> None:
     """Remove what broken-off saves left; put back a checkpoint that was about to be replaced."""
     root = Path(run_dir) / "checkpoints"
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if folder.name.startswith(".tmp-step-"):
+        if folder.name.startswith(".tmp-"):
             disk.remove(folder)
         elif folder.name.startswith(".old-step-"):
             _restore(folder, folder.with_name(folder.name.removeprefix(".old-")), disk)
@@ -82,10 +97,13 @@ def _restore(old: Path, folder: Path, disk: Disk) -> None:
 
 
 def put(written: Path, folder: Path, disk: Disk) -> None:
-    """Give a fully written folder its name; one that has the name already is replaced."""
+    """Give a fully written folder its name, and point to it; one of this name is replaced."""
     if folder.exists():
         disk.rename(folder, replaced(folder))
     disk.rename(written, folder)
+    draft = folder.with_name(f".tmp-{POINTER}")
+    disk.write(draft, [f"{folder.name}\n".encode()])
+    disk.rename(draft, folder.with_name(POINTER))
     if replaced(folder).exists():
         disk.remove(replaced(folder))
 

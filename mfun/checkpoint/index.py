@@ -12,8 +12,14 @@ from typing import Any
 import attrs
 import cattrs
 
-FORMAT = 1
-"""Version of the folder's form; a reader refuses a later one."""
+from mfun.checkpoint.format import TYPES, CheckpointError, strict_json
+from mfun.checkpoint.pieces import Piece, problem_of
+
+FORMAT = 2
+"""Version of the folder's form; a reader refuses another one."""
+INDEX = "index.json"
+INDEX_LIMIT = 1 << 32
+"""Bytes of an index beyond which it is not read."""
 
 _FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 
@@ -28,43 +34,26 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or loaded; the message says why and what to do."""
-
-
 @attrs.frozen(kw_only=True)
-class Piece:
-    """Where a rank's tensor lies in the whole one.
-
-    Args:
-        global_shape: shape of the whole tensor, without padding.
-        start: index of the piece's first element along each dim.
-        spec: the `P` that cut it, as text.
-    """
-
-    global_shape: tuple[int, ...]
-    start: tuple[int, ...]
-    spec: str = "P()"
-
-
-@attrs.frozen(kw_only=True)
-class Entry:
-    """One stored tensor: the file it is in, its type, and its place in the whole."""
+class Entry(Piece):
+    """One stored piece of a tensor: the file it is in, its type, and its hash."""
 
     file: str
     dtype: str
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    start: tuple[int, ...]
-    spec: str
+    hash: str
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in its file."""
+        return self.count * TYPES[self.dtype][1]
 
 
 @attrs.frozen(kw_only=True)
 class File:
-    """Size in bytes and blake2b of one file."""
+    """Size in bytes of one file, and blake2b of its header; tensors have hashes of their own."""
 
     bytes: int
-    blake2b: str
+    header: str
 
 
 @attrs.frozen(kw_only=True)
@@ -74,11 +63,12 @@ class Index:
     Args:
         format: version of the form.
         step: updates done.
-        consumed: samples used for training so far.
+        consumed: samples used for training so far, the position in the data.
+        key: words of the random key of the next step.
         world: number of ranks.
-        layout: sizes of the mesh's axes and whatever else decides who holds what.
-        config: the resolved configuration's text.
-        scalars: optimizer and scaler values that are not tensors, equal on all ranks.
+        layout: sizes of the mesh's axes and whatever else decided who held what; for information.
+        config: the resolved configuration's text, learning-rate schedule and seed included.
+        scalars: numbers of the optimizer and the loss scale, equal on all ranks.
         files: by name.
         tensors: by name, an entry for each stored piece, by file.
     """
@@ -86,6 +76,7 @@ class Index:
     format: int
     step: int
     consumed: int
+    key: tuple[int, ...]
     world: int
     layout: dict[str, Any]
     config: str
@@ -94,22 +85,36 @@ class Index:
     tensors: dict[str, tuple[Entry, ...]]
 
 
-def write_index(index: Index, path: Path) -> None:
-    """Write an index with a hash of its own contents."""
+def index_text(index: Index) -> bytes:
+    """An index as JSON, a line a file and a line a tensor, with a hash of its contents."""
     contents = attrs.asdict(index)
     contents["blake2b"] = _hash(contents)
-    path.write_text(json.dumps(contents, indent=1, allow_nan=False), encoding="utf-8")
+    lines = []
+    for key, value in contents.items():
+        if key in ("files", "tensors") and value:
+            rows = (f"  {json.dumps(name)}: {_dump(row)}" for name, row in value.items())
+            lines.append(f"{json.dumps(key)}: {{\n" + ",\n".join(rows) + "\n}")
+        else:
+            lines.append(f"{json.dumps(key)}: {_dump(value)}")
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
 
 
 def read_index(folder: Path) -> Index:
     """The index of a checkpoint folder.
 
-    Raises: CheckpointError if it is missing, cut short, altered, of a later form, or names a file
-        outside the folder.
+    Raises:
+        CheckpointError: it is missing, cut short, altered or of another form, names a file outside
+            the folder, or its pieces are not whole tensors, each element once.
     """
-    path = folder / "index.json"
+    path = folder / INDEX
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > INDEX_LIMIT:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        contents = strict_json(path.read_bytes(), path)
         written = contents.pop("blake2b")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
@@ -117,7 +122,24 @@ def read_index(folder: Path) -> Index:
         ) from error
     if written != _hash(contents):
         raise CheckpointError(f"{path} was altered after it was written: resume from another one")
-    return _structure(contents, path)
+    index = _structure(contents, path)
+    _check_files(index, path)
+    for name, entries in index.tensors.items():
+        if problem := _problem(entries):
+            raise CheckpointError(f"{path} does not make sense: {name}: {problem}")
+    return index
+
+
+def _exact(value: Any, kind: type) -> Any:
+    """A value of exactly this type, never one that could be converted to it."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+_converter = cattrs.Converter(forbid_extra_keys=True)
+_converter.register_structure_hook(int, _exact)
+_converter.register_structure_hook(str, _exact)
 
 
 def _structure(contents: dict[str, Any], path: Path) -> Index:
@@ -127,16 +149,43 @@ def _structure(contents: dict[str, Any], path: Path) -> Index:
             f"{FORMAT}: load it with the version that wrote it"
         )
     try:
-        index = cattrs.Converter(forbid_extra_keys=True).structure(contents, Index)
+        return _converter.structure(contents, Index)
     except Exception as error:
-        raise CheckpointError(f"{path} has unknown or misshapen fields: {error}") from error
-    names = [*index.files, *(e.file for entries in index.tensors.values() for e in entries)]
-    for name in names:
-        if not _FILE_NAME.fullmatch(name) or name not in index.files:
+        raise CheckpointError(
+            f"{path} has unknown or misshapen fields: {'; '.join(cattrs.transform_error(error))}"
+        ) from error
+
+
+def _check_files(index: Index, path: Path) -> None:
+    """Files have a checkpoint's names, and room for what should be in them."""
+    used = dict.fromkeys(index.files, 0)
+    for entries in index.tensors.values():
+        for entry in entries:
+            if entry.file not in used or entry.dtype not in TYPES:
+                raise CheckpointError(
+                    f"{path} names the file {entry.file!r} or the type {entry.dtype!r}, which is "
+                    "none of a checkpoint's"
+                )
+            used[entry.file] += max(entry.bytes, 0)
+    for name, file in index.files.items():
+        if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(
                 f"{path} names the file {name!r}, which is none of a checkpoint's"
             )
-    return index
+        if used[name] > file.bytes:
+            raise CheckpointError(
+                f"{path} says that {name} holds {used[name]} bytes of tensors and has {file.bytes}"
+            )
+
+
+def _problem(entries: tuple[Entry, ...]) -> str | None:
+    if not entries:
+        return "it has no pieces"
+    if len({entry.dtype for entry in entries}) > 1:
+        return "its pieces are of several types"
+    if len({entry.file for entry in entries}) < len(entries):
+        return "a file holds two of its pieces"
+    return problem_of(entries)
 
 
 def _hash(contents: Mapping[str, Any]) -> str:
@@ -153,7 +202,7 @@ def check_scalars(scalars: Mapping[str, Any], what: str) -> None:
         >>> check_scalars({"opt.count": 3, "opt.lr": 0.1}, "scalars")
         >>> check_scalars({"opt.betas": (0.9, 0.95)}, "scalars")
         Traceback (most recent call last):
-        mfun.checkpoint.index.CheckpointError: scalars: 'opt.betas' ... use lists, not tuples
+        mfun.checkpoint.format.CheckpointError: scalars: 'opt.betas' ... use lists, not tuples
     """
     for key, value in scalars.items():
         try:

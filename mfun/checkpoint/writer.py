@@ -3,146 +3,192 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from mfun.checkpoint.disk import Disk, hash_file
+from mfun.checkpoint.disk import Disk
 from mfun.checkpoint.folder import clean, put, retain, step_folder, temporary
+from mfun.checkpoint.format import CheckpointError, header
+from mfun.checkpoint.hashing import CHUNK, Hash
 from mfun.checkpoint.index import (
     FORMAT,
-    CheckpointError,
+    INDEX,
     Entry,
     File,
     Index,
-    Piece,
     check_scalars,
     file_name,
-    write_index,
+    index_text,
 )
+from mfun.checkpoint.pieces import Piece, whole
 
-HEADER_LIMIT = 100_000_000
-"""Bytes of a safetensors header beyond which the official reader refuses a file."""
+Agree = Callable[[bool], bool]
+"""Whether any rank says yes; every rank calls it, and none returns before all have."""
 
 
-def save(
-    run_dir: Path,
-    *,
-    step: int,
-    consumed: int,
-    tensors: Mapping[str, Tensor],
-    scalars: Mapping[str, Any],
-    layout: Mapping[str, Any],
-    config: str,
-    rank: int,
-    world: int,
-    barrier: Callable[[], None],
-    pieces: Mapping[str, Piece] | None = None,
-    owners: Mapping[str, int] | None = None,
-    keep: int = 0,
-    disk: Disk | None = None,
-) -> Path:
-    """Write `run_dir/checkpoints/step-XXXXXXXX`, all of it or nothing; every rank calls this.
+def alone(flag: bool) -> bool:
+    """`Agree` of one rank."""
+    return flag
 
-    Stopped at any moment, the last whole checkpoint is still there. A rank that fails meets the
-    others at every barrier first and raises then, and so does everyone else.
+
+@attrs.frozen(kw_only=True, eq=False)
+class Order:
+    """What one rank is to save.
 
     Args:
+        run_dir: the checkpoint is `run_dir/checkpoints/step-XXXXXXXX`.
         step: updates done.
         consumed: samples used so far.
-        tensors: this rank's, by name (`params.<path>`, `opt.<name>.<path>`).
+        key: words of the random key of the next step.
+        tensors: those that this rank owns, by name (`params.<path>`, `opt.<name>.<path>`). Of all
+            ranks' together, each element of a tensor is there once.
+        pieces: places in the whole tensors; a name that is missing is a whole tensor itself.
         scalars: JSON values by name, equal on all ranks; rank 0's are written.
-        layout: what decides who holds what (mesh, order, layers of each stage), JSON values.
+        layout: what decided who holds what, for people; JSON values.
         config: the resolved configuration as text.
         rank, world: this process and how many there are.
-        barrier: returns once every rank called it.
-        pieces: places in the whole tensors; a name that is missing is a whole tensor itself.
-        owners: the rank that writes this rank's copy of a tensor; this rank where missing.
         keep: checkpoints to keep, 0 for all.
         disk: file operations; tests give their own.
+    """
+
+    run_dir: Path
+    step: int
+    consumed: int = 0
+    key: tuple[int, ...] = ()
+    tensors: Mapping[str, Tensor]
+    pieces: Mapping[str, Piece] = attrs.field(factory=dict)
+    scalars: Mapping[str, Any] = attrs.field(factory=dict)
+    layout: Mapping[str, Any] = attrs.field(factory=dict)
+    config: str = ""
+    rank: int = 0
+    world: int = 1
+    keep: int = 0
+    disk: Disk = attrs.field(factory=Disk)
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint will be."""
+        return step_folder(self.run_dir, self.step)
+
+    @property
+    def draft(self) -> Path:
+        """Where it is while it is written."""
+        return temporary(self.folder)
+
+    def snapshot(self) -> Order:
+        """The same with values of its own, on the CPU: later steps do not change them."""
+        return attrs.evolve(self, tensors={name: _copy(x) for name, x in self.tensors.items()})
+
+    def prepare(self) -> None:
+        """Rank 0: away with what broken-off saves left, and make room for this one."""
+        if self.rank == 0:
+            check_scalars(self.scalars, "scalars")
+            check_scalars(self.layout, "layout")
+            clean(self.run_dir, self.disk)
+            new = not self.draft.parent.exists()
+            self.disk.make_folder(self.draft)
+            if new:
+                self.disk.sync(self.run_dir)
+
+    def write(self) -> None:
+        """Every rank: its tensors, if it owns any, and then its report for rank 0."""
+        report: dict[str, Any] = {"files": {}, "tensors": {}}
+        if self.tensors:
+            name = file_name(self.rank)
+            size, digest, hashes = _write_file(self.draft / name, self.tensors, self.disk)
+            report["files"][name] = {"bytes": size, "header": digest}
+            for key, x in self.tensors.items():
+                piece = self.pieces.get(key) or whole(tuple(x.shape))
+                _check_shape(key, x, piece)
+                row = attrs.asdict(piece) | {"file": name, "dtype": _dtype(x), "hash": hashes[key]}
+                report["tensors"][key] = row
+        self.disk.write(_report(self.draft, self.rank), [json.dumps(report).encode()])
+
+    def commit(self) -> None:
+        """Rank 0: the index; the checkpoint's name; the pointer to it; what is no longer kept."""
+        if self.rank != 0:
+            return
+        files, entries = _collect(self.draft, self.world, self.disk)
+        index = Index(
+            format=FORMAT,
+            step=self.step,
+            consumed=self.consumed,
+            key=tuple(self.key),
+            world=self.world,
+            layout=dict(self.layout),
+            config=self.config,
+            scalars=dict(self.scalars),
+            files=files,
+            tensors=entries,
+        )
+        self.disk.write(self.draft / INDEX, [index_text(index)])
+        self.disk.sync(self.draft)
+        put(self.draft, self.folder, self.disk)
+        retain(self.run_dir, self.keep, self.step, self.disk)
+
+    def discard(self) -> None:
+        """Rank 0: give back the room that a failed save has taken, if that is possible."""
+        if self.rank == 0 and self.draft.exists():
+            try:
+                self.disk.remove(self.draft)
+            except OSError:
+                pass  # the next save tries again
+
+
+def save(order: Order, agree: Agree = alone) -> Path:
+    """Write a checkpoint, all of it or nothing; every rank calls this with an order of its own.
+
+    Stopped at any moment, the last whole checkpoint is still there.
+
+    Args:
+        order: what this rank owns, and what all ranks know.
+        agree: tells all ranks whether one has failed.
 
     Returns: the checkpoint's folder.
 
-    Raises: CheckpointError or OSError, on every rank, with nothing kept of this checkpoint.
+    Raises:
+        CheckpointError or OSError: on every rank if on one, with nothing kept of this checkpoint
+            unless it was complete already.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     folder = save(Order(run_dir=Path(run), step=3, tensors={"w": torch.ones(2)}))
+        ...     sorted(file.name for file in folder.iterdir())
+        ['index.json', 'rank-00000.safetensors']
     """
-    disk = disk or Disk()
-    folder = step_folder(run_dir, step)
-    draft = temporary(folder)
-    owned = {n: t for n, t in tensors.items() if (owners or {}).get(n, rank) == rank}
-    head = {"format": FORMAT, "step": step, "consumed": consumed, "world": world}
-    rest = {"layout": dict(layout), "config": config, "scalars": dict(scalars)}
-
-    def prepare() -> None:
-        check_scalars(scalars, "scalars")
-        check_scalars(layout, "layout")
-        clean(run_dir, disk)
-        disk.make_folder(draft)
-
-    def write() -> None:
-        _write_rank(draft, rank, owned, pieces or {}, disk)
-
-    def commit() -> None:
-        files, entries = _collect(draft, world, disk)
-        index = Index(**head, **rest, files=files, tensors=entries)
-        disk.write(draft / "index.json", lambda path: write_index(index, path))
-        disk.sync(draft)
-        put(draft, folder, disk)
-        retain(run_dir, keep, step, disk)
-
-    def confirm() -> None:
-        if draft.exists():
-            raise CheckpointError(f"{folder} was not saved: another rank failed, see its error")
-
-    phases = [prepare, write, commit, confirm] if rank == 0 else [None, write, None, confirm]
-    _together(phases, barrier)
-    return folder
+    together(order, [order.prepare, order.write, order.commit], agree)
+    return order.folder
 
 
-def _together(phases: Sequence[Callable[[], None] | None], barrier: Callable[[], None]) -> None:
-    """Do the phases in step with all ranks; an error ends this rank's work, not its waiting."""
-    failure: Exception | None = None
+def together(order: Order, phases: Sequence[Callable[[], None]], agree: Agree) -> None:
+    """Do the phases in step with all ranks; where one fails, all stop and raise."""
     for phase in phases:
-        if phase is not None and failure is None:
-            try:
-                phase()
-            except Exception as error:
-                failure = error
-        barrier()
-    if failure is not None:
-        raise failure
+        failure: Exception | None = None
+        try:
+            phase()
+        except Exception as error:
+            failure = error
+        if agree(failure is not None):
+            order.discard()
+            raise failure or CheckpointError(
+                f"{order.folder} was not saved: another rank failed, see its error"
+            )
 
 
-def _write_rank(
-    draft: Path, rank: int, owned: dict[str, Tensor], pieces: Mapping[str, Piece], disk: Disk
-) -> None:
-    """One rank's tensors, if it owns any, and then its report for rank 0."""
-    name = file_name(rank)
-    report: dict[str, Any] = {"files": {}, "tensors": {}}
-    if owned:
-        path = draft / name
-        disk.write(path, lambda p: _write_tensors(p, owned))
-        _check_header(path)
-        report["files"][name] = {"bytes": path.stat().st_size, "blake2b": hash_file(path)}
-    for key, value in owned.items():
-        report["tensors"][key] = attrs.asdict(_entry(name, value, pieces.get(key)))
-    text = json.dumps(report)
-    disk.write(_report(draft, rank), lambda p: p.write_text(text, encoding="utf-8"))
+def _copy(x: Tensor) -> Tensor:
+    """The same values on the CPU in memory of their own."""
+    return torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
 
 
-def _report(draft: Path, rank: int) -> Path:
-    return draft / f"rank-{rank:05d}.json"
-
-
-def _entry(file: str, value: Tensor, piece: Piece | None) -> Entry:
-    shape = tuple(value.shape)
-    piece = piece or Piece(global_shape=shape, start=(0,) * len(shape))
-    return Entry(file=file, dtype=dtype_name(value.dtype), shape=shape, **attrs.asdict(piece))
+def _dtype(x: Tensor) -> str:
+    return dtype_name(x.dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -150,31 +196,46 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    for name, value in tensors.items():
-        if value.layout != torch.strided or value.is_quantized:
-            raise CheckpointError(f"{name} is not a dense tensor, and only those can be saved")
-    try:
-        save_file({name: _dense(value) for name, value in tensors.items()}, path)
-        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
-
-
-def _dense(value: Tensor) -> Tensor:
-    """The same values on the CPU in storage of exactly their size, shared with nothing."""
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
-
-
-def _check_header(path: Path) -> None:
-    """Refuse to leave a file that was written but that the official reader will not open."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > HEADER_LIMIT:
+def _check_shape(name: str, x: Tensor, piece: Piece) -> None:
+    if tuple(x.shape) != piece.shape:
         raise CheckpointError(
-            f"{path} has a header of {size} bytes and readers accept {HEADER_LIMIT}: "
-            "give the rank fewer or shorter tensor names"
+            f"{name} has shape {tuple(x.shape)}, but its piece of the whole has {piece.shape}"
         )
+
+
+def _write_file(
+    path: Path, tensors: Mapping[str, Tensor], disk: Disk
+) -> tuple[int, str, dict[str, str]]:
+    """One file: its size, the hash of its header, and that of each tensor."""
+    for name, x in tensors.items():
+        if x.layout != torch.strided or x.is_quantized:
+            raise CheckpointError(f"{name} is not a dense tensor, and only those can be saved")
+    start, order = header({name: (_dtype(x), tuple(x.shape)) for name, x in tensors.items()})
+    hashes: dict[str, str] = {}
+
+    def parts() -> Iterator[Any]:
+        yield start
+        for name in order:
+            one = Hash()
+            for chunk in _chunks(tensors[name]):
+                one.add(chunk)
+                yield chunk
+            hashes[name] = one.text
+
+    disk.write(path, parts())
+    return path.stat().st_size, blake2b(start, digest_size=16).hexdigest(), hashes
+
+
+def _chunks(x: Tensor) -> Iterator[Any]:
+    """A tensor's bytes, row-major, copied only where they do not lie so."""
+    flat = x.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy() if flat.numel() else ()
+    for at in range(0, len(data), CHUNK):
+        yield data[at : at + CHUNK]
+
+
+def _report(draft: Path, rank: int) -> Path:
+    return draft / f"rank-{rank:05d}.json"
 
 
 def _collect(
@@ -184,8 +245,8 @@ def _collect(
     missing = [rank for rank in range(world) if not _report(draft, rank).is_file()]
     if missing:
         raise CheckpointError(
-            f"rank(s) {', '.join(map(str, missing))} did not write their part into {draft}: they "
-            "failed, or their node does not see this folder (it must be shared by all nodes)"
+            f"rank(s) {', '.join(map(str, missing))} did not write their part into {draft}: their "
+            "node does not see this folder (it must be shared by all nodes)"
         )
     files: dict[str, File] = {}
     tensors: dict[str, tuple[Entry, ...]] = {}
@@ -193,6 +254,10 @@ def _collect(
         report = json.loads(_report(draft, rank).read_text(encoding="utf-8"))
         files.update({name: File(**value) for name, value in report["files"].items()})
         for key, value in report["tensors"].items():
-            tensors[key] = (*tensors.get(key, ()), Entry(**value))
+            tensors[key] = (*tensors.get(key, ()), _entry(value))
         disk.remove(_report(draft, rank))
     return files, dict(sorted(tensors.items()))
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    return Entry(**{key: tuple(x) if isinstance(x, list) else x for key, x in row.items()})

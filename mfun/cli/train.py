@@ -50,6 +50,7 @@ EXAMPLES
   mfun train model.layers=8 parallel.tp=4 parallel.pp=1 train.steps=500
   mfun train my.toml optim.lr=1e-3 --run-dir runs/second
   mfun train --run-dir runs/second --resume train.steps=1000
+  mfun train --run-dir runs/second --resume parallel.tp=1 parallel.dp=4
   mfun train llama3-8b parallel.tp=8 parallel.pp=4 parallel.dp=2 --dry
   torchrun --nproc-per-node 4 -m mfun train
   srun --ntasks 16 mfun train my.toml --run-dir /shared/run --resume
@@ -59,7 +60,8 @@ WHAT IT LEAVES, in the run's folder
   config.toml, metrics.jsonl, validation.jsonl, loss.png and
   checkpoints/step-XXXXXXXX/ (safetensors, index.json). Ctrl-C and SIGTERM save
   a checkpoint and end the run, a second one ends it unsaved; --resume goes on
-  from the newest checkpoint in the layout that saved it, to the bit.
+  from the newest whole checkpoint: in the same layout to the bit, in any other
+  (parallel.*, train.microbatches) to rounding.
 
 \b
 ENVIRONMENT

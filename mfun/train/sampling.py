@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mfun import checkpoint, data, rng, tree
-from mfun.checkpoint import CheckpointError, Entry
+from mfun.checkpoint import Rules
 from mfun.comm import ProcessWorld, finish, single_groups
 from mfun.config import Config, DataConfig, ParallelConfig, from_toml
 from mfun.train.lifecycle import RunError, find_run
@@ -64,41 +63,12 @@ def open_model(run_dir: Path) -> Model:
         from_toml(index.config, str(folder)), parallel=ParallelConfig(dp=1), data=DataConfig()
     )
     layout = plan(config, head="logits")
-    wanted = tree.flatten(layout.stages[0].specs)
-    names = {f"params.{path}" for path in wanted}
-    stored = {e.file for name in names for e in index.tensors.get(name, ())}
-    checkpoint.check_files(folder, index, stored)
-    params = {path: whole(folder, index.tensors, f"params.{path}") for path in wanted}
-    wrong = [p for p, spec in wanted.items() if tuple(params[p].shape) != spec.shape]
-    if wrong:
-        raise CheckpointError(f"{folder}: {', '.join(wrong)} have other shapes than the model's")
+    dtype = layout.dtype
+    expected = {f"params.{p}": (s.shape, s.dtype_among(dtype)) for p, s in layout.specs.items()}
+    found = checkpoint.load(folder, expected, Rules(unexpected=("opt.*",)))
+    params = {name.removeprefix("params."): x for name, x in found.items()}
     world = ProcessWorld(single_groups())
     return Model(config, Trainer(layout, world), State(index.step, tree.unflatten(params), {}))
-
-
-def whole(folder: Path, tensors: Mapping[str, tuple[Entry, ...]], name: str) -> Tensor:
-    """A tensor put together from the pieces that ranks wrote; padding is left out.
-
-    Raises: CheckpointError if a piece is missing.
-    """
-    entries = tensors.get(name, ())
-    if not entries:
-        raise CheckpointError(f"{folder} does not hold {name}")
-    shape = entries[0].global_shape
-    out = torch.empty(shape, dtype=getattr(torch, entries[0].dtype))
-    seen = torch.zeros(shape, dtype=torch.bool)
-    for entry in entries:
-        ends = [
-            min(a + n, full) for a, n, full in zip(entry.start, entry.shape, shape, strict=True)
-        ]
-        box = tuple(slice(a, b) for a, b in zip(entry.start, ends, strict=True))
-        with safe_open(folder / entry.file, framework="pt") as file:
-            piece = file.get_tensor(name)
-        out[box] = piece[tuple(slice(0, s.stop - s.start) for s in box)]
-        seen[box] = True
-    if not bool(seen.all()):
-        raise CheckpointError(f"{folder}: the pieces of {name} do not cover it")
-    return out
 
 
 def generate(

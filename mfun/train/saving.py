@@ -1,136 +1,286 @@
-"""A training state as a checkpoint and back, in the same layout and to the bit."""
+"""A training state as a checkpoint and back, to the bit, from any layout into any other.
+
+By the name of a parameter stand it, its moments and its master copy, each once in the whole
+checkpoint, cut as the ranks hold them:
+
+    not sharded     boxes of the whole; ranks that hold the same box share the writing by turns
+    sharded         this rank's run of each leaf in its shard of a bucket; parameters, too
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mfun import checkpoint, optim, tree
+from mfun import checkpoint, flat, optim, rng, tree
 from mfun import config as cfg
-from mfun.checkpoint import Piece
+from mfun.checkpoint import CheckpointError, Order, Piece, Rules
+from mfun.checkpoint.pieces import whole
 from mfun.comm.process import ProcessWorld
-from mfun.comm.world import finish
 from mfun.grads.table import Group
 from mfun.mesh import Mesh
 from mfun.spec import ParamSpec, local_shape, window
 from mfun.train.plan import Plan
 from mfun.train.ranks import Peers
 from mfun.train.replicas import owner, state_leaves
-from mfun.train.shards import by_path
+from mfun.train.rounding import place
 from mfun.train.step import State, Trainer, build_optimizer
+
+STRICT = Rules()
+_SHARD = re.compile(r"(.+)\.bucket\.(\d+)")
+
+
+class Held(NamedTuple):
+    """A part of a state: its name, where it lies in the whole, its memory, and who writes it."""
+
+    name: str
+    piece: Piece
+    tensor: Tensor
+    writer: int
 
 
 def layout(plan: Plan) -> dict[str, Any]:
     """What decides which rank holds what, as JSON values."""
-    mesh = plan.mesh
+    mesh, parallel = plan.mesh, plan.config.parallel
     sizes = {axis: mesh.size(axis) for axis in ("tp", "cp", "ep", "etp", "dp", "pp")}
     blocks = [[*blocks] for blocks in cfg.stage_layers(plan.config)]
-    return {**sizes, "order": mesh.order, "blocks": blocks}
+    more = {"order": mesh.order, "blocks": blocks, "shard_copies": parallel.shard_copies}
+    return {**sizes, **more, "sharding": parallel.sharding}
+
+
+def order(trainer: Trainer, state: State, folder: Path, peers: Peers) -> Order:
+    """What this rank is to save of a state.
+
+    Args:
+        trainer: whose plan and world the state is of.
+        state: this rank's; its tensors are not copied.
+        folder: of the run.
+        peers: the ranks.
+    """
+    plan, rank = trainer.plan, peers.place.rank
+    parts = _some(_held(trainer, state, shard_params=True))
+    own = [held for held in parts if held.writer == rank]
+    return Order(
+        run_dir=folder,
+        step=state.step,
+        consumed=cfg.rampup.consumed(plan.config.train, state.step),
+        key=_key(plan, state.step),
+        tensors={held.name: held.tensor for held in own},
+        pieces={held.name: held.piece for held in own},
+        scalars={f"opt.{k}": v for k, v in optim.state_scalars(state.opt).items()},
+        layout=layout(plan),
+        config=cfg.to_toml(plan.config),
+        rank=rank,
+        world=peers.place.world,
+        keep=plan.config.train.keep,
+    )
 
 
 def save(trainer: Trainer, state: State, folder: Path, peers: Peers) -> Path:
     """Write the checkpoint of a state; every rank calls this.
 
-    Args:
-        trainer: whose plan and world the state is of.
-        state: this rank's.
-        folder: of the run.
-        peers: the ranks.
+    Args: as `order`.
 
     Returns: the checkpoint's folder.
     """
-    plan, train = trainer.plan, trainer.plan.config.train
-    state = finish(by_path(plan, trainer.world, state))
-    leaves = _stored(trainer, state)
-    return checkpoint.save(
-        folder,
-        step=state.step,
-        consumed=cfg.rampup.consumed(train, state.step),
-        tensors=leaves,
-        scalars={f"opt.{k}": v for k, v in optim.state_scalars(state.opt).items()},
-        layout=layout(plan),
-        config=cfg.to_toml(plan.config),
-        rank=peers.place.rank,
-        world=peers.place.world,
-        barrier=peers.barrier,
-        pieces=_pieces(trainer, leaves),
-        owners=_owners(trainer, leaves),
-        keep=train.keep,
-    )
+    return checkpoint.save(order(trainer, state, folder, peers), peers.any)
 
 
-def load(trainer: Trainer, folder: Path, peers: Peers) -> State:
-    """The state of a checkpoint folder.
+def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) -> State:
+    """The state of a checkpoint folder, whatever layout saved it; every rank calls this.
 
-    Raises: CheckpointError naming whatever differs from this run's layout and model.
+    Args:
+        trainer: whose layout the state is to have.
+        folder: of the checkpoint.
+        peers: the ranks.
+        rules: what may differ; tensors that may be missing and are have their initial values.
+
+    Raises:
+        CheckpointError: naming each tensor that this run's model does not have as the checkpoint
+            does, a file that is damaged, or another position in the data.
     """
-    like = _like(trainer)
-    leaves = _stored(trainer, like)
-    loaded = checkpoint.load(
-        folder,
-        rank=peers.place.rank,
-        world=peers.place.world,
-        expected={name: (tuple(x.shape), x.dtype) for name, x in leaves.items()},
-        layout=layout(trainer.plan),
-        owners=_owners(trainer, leaves),
-        device=peers.device,
-    )
-    params = {p: loaded.tensors[f"params.{p}"] for p in tree.flatten(like.params)}
-    tensors = {n.removeprefix("opt."): x for n, x in loaded.tensors.items() if n.startswith("opt.")}
-    scalars = {n.removeprefix("opt."): x for n, x in loaded.scalars.items()}
-    opt = optim.restore_state(like.opt, tensors, scalars)
-    return trainer.adopt(State(loaded.step, tree.unflatten(params), opt))
-
-
-def _like(trainer: Trainer) -> State:
-    """A state of the right shapes and types without memory."""
     plan = trainer.plan
-
-    def empty(spec: ParamSpec) -> Tensor:
-        return torch.empty(
-            local_shape(spec, plan.mesh), dtype=spec.dtype_among(plan.dtype), device="meta"
-        )
-
-    params = tree.map(empty, trainer.stage.specs)
-    return State(0, params, build_optimizer(plan).init(tree.flatten(params)))
-
-
-def _stored(trainer: Trainer, state: State) -> dict[str, Tensor]:
-    """A state's tensors by name. Reported values (a norm) are of one type in every checkpoint."""
-    leaves = state_leaves(state)
-    return {n: x if owner(n, trainer.plan.table) else x.double() for n, x in leaves.items()}
+    opened = checkpoint.open_checkpoint(folder, _expected(plan), rules)
+    if rules == STRICT:
+        _check_position(plan, opened)
+    state = trainer.init() if rules.missing else trainer.blank()
+    mine = held(trainer, state)
+    parts = checkpoint.fill(opened, {part.name: (part.piece, part.tensor) for part in mine})
+    if peers.any(parts):  # these were not compared with a hash, so ranks share the reading of all
+        files = sorted(opened.index.files)[peers.place.rank :: peers.place.world]
+        checkpoint.check_files(opened.folder, opened.index, files)
+    opt = _restored(plan, state.opt, mine, opened.index.scalars, rules)
+    return State(opened.index.step, state.params, opt)
 
 
-def _pieces(trainer: Trainer, leaves: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """Where each tensor lies in the whole one; an optimizer's lies where its parameter does."""
-    world, specs = _processes(trainer), tree.flatten(trainer.stage.specs)
-    out = {}
-    for name, x in leaves.items():
-        path = owner(name, trainer.plan.table)
-        if path and tuple(x.shape) == local_shape(specs[path], world.mesh):
-            start = tuple(a for a, _ in window(specs[path], world.mesh, world.coords))
-            out[name] = Piece(global_shape=specs[path].shape, start=start, spec=str(specs[path].p))
-    return out
+def held(trainer: Trainer, state: State) -> list[Held]:
+    """The parts of this rank's state, as they are filled from a checkpoint."""
+    return _some(_held(trainer, state, shard_params=False))
 
 
-def _owners(trainer: Trainer, leaves: Mapping[str, Tensor]) -> dict[str, int]:
-    """The first rank of each tensor's replica group; rank 0 for what belongs to no parameter."""
-    world, table = _processes(trainer), trainer.plan.table
-    paths = {name: owner(name, table) for name in leaves}
+def _restored(
+    plan: Plan, opt: Any, filled: list[Held], stored: Mapping[str, Any], rules: Rules
+) -> Any:
+    """The optimizer's state whose tensors were filled, with its numbers and reported values."""
+    tensors = {f"opt.{n}": x for n, x in optim.state_tensors(opt).items()}
+    tensors |= {h.name: h.tensor for h in filled if owner(h.name, plan.table) is None}
+    scalars = {rules.renamed(n): x for n, x in stored.items()}
+    have = {f"opt.{n}": x for n, x in optim.state_scalars(opt).items()}
+    scalars |= {n: x for n, x in have.items() if n not in scalars and rules.may_miss(n)}
+    scalars = {n: x for n, x in scalars.items() if n in have or not rules.may_have(n)}
+    return optim.restore_state(opt, _below(tensors), _below(scalars))
+
+
+def _below(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix("opt."): x for name, x in values.items()}
+
+
+def _key(plan: Plan, step: int) -> tuple[int, ...]:
+    return rng.key(plan.config.train.seed, "dropout", step).words
+
+
+def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Every tensor of the whole run, by the names of its parameters."""
+    specs = plan.specs
+    leaves = {
+        path: torch.empty(spec.shape, dtype=spec.dtype_among(plan.dtype), device="meta")
+        for path, spec in specs.items()
+    }
+    state = State(0, tree.unflatten(leaves), build_optimizer(plan).init(leaves))
     return {
-        name: first_holder(world.mesh, world.rank, table[path].group) if path else 0
-        for name, path in paths.items()
+        name: (specs[path].shape if (path := owner(name, plan.table)) else (), _kept(name, x, plan))
+        for name, x in state_leaves(state).items()
     }
 
 
-def first_holder(mesh: Mesh, rank: int, group: Group) -> int:
-    """The lowest rank that holds the same piece."""
-    axes, stages = group
-    return min(mesh.group_of(rank, *axes, stages=stages))
+def _kept(name: str, x: Tensor, plan: Plan) -> torch.dtype:
+    """Reported values (a norm) are of one type in every checkpoint."""
+    return x.dtype if owner(name, plan.table) else torch.float64
+
+
+def _check_position(plan: Plan, opened: checkpoint.Opened) -> None:
+    """The run goes on with the samples and random numbers that would have come next."""
+    index, train = opened.index, plan.config.train
+    consumed, key = cfg.rampup.consumed(train, index.step), _key(plan, index.step)
+    if (index.consumed, index.key) != (consumed, key):
+        raise CheckpointError(
+            f"{opened.folder} was saved after {index.consumed} samples, and step {index.step} of "
+            f"this run comes after {consumed}, or its random keys are others; resume with the same "
+            "train.global_batch, train.rampup and train.seed"
+        )
+
+
+def _held(trainer: Trainer, state: State, *, shard_params: bool) -> Iterator[Held]:
+    """The parts of this rank's state, as they are written and read.
+
+    Args:
+        shard_params: where the optimizer is sharded, of whole parameters only this rank's shards.
+    """
+    plan, world = trainer.plan, _processes(trainer)
+    leaves, turns, buckets = state_leaves(state), dict[Group, int](), plan.buckets(world.stage)
+    shards = {name: match for name in leaves if (match := _SHARD.fullmatch(name))}
+    boxes = [name for name in leaves if name not in shards]
+    for name in sorted(boxes, key=lambda n: (-leaves[n].numel(), n)):
+        path, x = owner(name, plan.table), leaves[name]
+        if path is None:
+            yield Held(name, whole(()), x.double(), 0)
+        elif plan.sharded and shard_params:
+            yield from _params_by_shard(plan, world, buckets, path, x)
+        else:
+            group = plan.table[path].group
+            turns[group] = turns.get(group, -1) + 1
+            yield _box(plan, world, name, path, x, turns[group])
+    for name, match in shards.items():
+        yield from _shard(plan, world, buckets[int(match[2])], match[1], leaves[name])
+
+
+def _some(parts: Iterator[Held]) -> list[Held]:
+    """Without those that are nothing but padding."""
+    return [held for held in parts if held.piece.count]
+
+
+def _box(plan: Plan, world: ProcessWorld, name: str, path: str, x: Tensor, turn: int) -> Held:
+    """All that this rank holds of a tensor, without padding; its holders write in turn."""
+    spec, (axes, stages) = plan.specs[path], plan.table[path].group
+    holders = sorted(world.mesh.group_of(world.rank, *axes, stages=stages))
+    piece = box_of(spec, world.mesh, world.coords)
+    kept = x[tuple(slice(0, n) for n in piece.box)]
+    return Held(name, piece, kept, holders[turn % len(holders)])
+
+
+def box_of(spec: ParamSpec, mesh: Mesh, coords: Mapping[str, int]) -> Piece:
+    """Where a rank's part of a parameter lies in the whole, without padding.
+
+    Example:
+        >>> from mfun.spec import P
+        >>> spec = ParamSpec(shape=(37, 8), p=P("tp"), pads=(0,))
+        >>> piece = box_of(spec, Mesh(tp=2), {"tp": 1})
+        >>> piece.start, piece.box
+        ((19, 0), (18, 8))
+    """
+    ranges = window(spec, mesh, coords)
+    start, box = tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges)
+    return Piece(global_shape=spec.shape, start=start, box=box, spec=str(spec.p))
+
+
+def _params_by_shard(
+    plan: Plan, world: ProcessWorld, buckets: Sequence[flat.Bucket], path: str, x: Tensor
+) -> Iterator[Held]:
+    """This rank's run of a parameter that every rank of a shard group holds whole."""
+    index, span = flat.locate(buckets)[path]
+    bucket, (shards, at, writer) = buckets[index], _place(plan, world, path)
+    for part in flat.shard_pieces(bucket, shards, at):
+        if part.path == path:
+            piece = _run(plan, world, part)
+            low = part.start - span.start
+            kept = x.view(-1)[low : low + piece.count].view(piece.shape)
+            yield Held(f"params.{path}", piece, kept, writer)
+
+
+def _shard(
+    plan: Plan, world: ProcessWorld, bucket: flat.Bucket, prefix: str, x: Tensor
+) -> Iterator[Held]:
+    """The runs of leaves that this rank's shard of a bucket consists of."""
+    shards, at, writer = _place(plan, world, bucket.spans[0].path)
+    first, _ = flat.shard_range(bucket, shards, at)
+    for part in flat.shard_pieces(bucket, shards, at):
+        piece = _run(plan, world, part)
+        low = part.start - first
+        kept = x[low : low + piece.count].view(piece.shape)
+        yield Held(f"{prefix}.{part.path}", piece, kept, writer)
+
+
+def _place(plan: Plan, world: ProcessWorld, path: str) -> tuple[int, int, int]:
+    """Of the bucket of a leaf: how many shards it has, which is this rank's, and who writes it."""
+    row, mesh = plan.table[path], world.mesh
+    at = place(row.shard_axes, mesh, world.coords)
+    holders = mesh.group_of(world.rank, *row.axes, stages=row.joined)
+    same = [rank for rank in holders if place(row.shard_axes, mesh, mesh.coords(rank)) == at]
+    return prod(map(mesh.size, row.shard_axes)), at, min(same)
+
+
+def _run(plan: Plan, world: ProcessWorld, part: flat.Piece) -> Piece:
+    """A run of a rank's part of a parameter; rows that pad it at its end are left out."""
+    spec = plan.specs[part.path]
+    box = box_of(spec, world.mesh, world.coords)
+    if local_shape(spec, world.mesh)[1:] != box.box[1:]:
+        raise CheckpointError(f"{part.path} is padded inside, and such shards cannot be saved")
+    size = prod(box.box)
+    low, high = min(part.offset, size), min(part.end, size)
+    return Piece(
+        global_shape=box.global_shape,
+        start=box.start,
+        box=box.box,
+        first=low,
+        count=high - low,
+        spec=box.spec,
+    )
 
 
 def _processes(trainer: Trainer) -> ProcessWorld:
