@@ -1,8 +1,10 @@
 """Hugging Face models as an outside oracle: random tiny ones, run in float64, nothing downloaded.
 
-`hf_case(name)` gives a case: mfun's settings, the parameters as mfun's leaves, and the model.
-Its `logits` and `grads` come from Hugging Face's own code; only its casts to float32 (norms,
-softmax, rotary angles) are turned into casts to float64, so that 1e-10 can be asked for.
+`hf_case(name)` gives a case: mfun's settings, written by hand, the parameters as mfun's leaves, and
+the model. Its `logits` and `grads` come from Hugging Face's own code; only its casts to float32
+(norms, softmax, rotary angles) are turned into casts to float64, so that 1e-10 can be asked for.
+Which tensors make up a leaf is what `mfun convert` says (`mfun.convert.families`): were it wrong,
+the logits would be.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
+
+from mfun.config import ModelConfig
+from mfun.convert.families import FAMILIES, sizes_of
+from mfun.convert.matching import specs_of
 
 VOCAB, HIDDEN, LAYERS = 37, 24, 2
 
@@ -43,6 +49,17 @@ def in_double(family: str) -> Iterator[None]:
         yield
 
 
+def leaves_of(family: str, model: ModelConfig, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by Hugging Face's names as mfun's leaves."""
+    table, sizes = FAMILIES[family], sizes_of(model)
+    rows = {path: table.row(path) for path in specs_of(model)}
+    return {
+        path: row.join([named[name] for name in table.names(path)], sizes)
+        for path, row in rows.items()
+        if row is not None
+    }
+
+
 @attrs.frozen
 class HFCase:
     """A Hugging Face model and what it is called in mfun."""
@@ -50,7 +67,10 @@ class HFCase:
     family: str
     settings: dict[str, dict[str, Any]]
     model: Any
-    leaves: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by HF name -> by mfun's path
+
+    def leaves(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by Hugging Face's names as mfun's leaves."""
+        return leaves_of(self.family, ModelConfig(**self.settings["model"]), named)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -71,41 +91,21 @@ class HFCase:
         return self.leaves(dict(zip(named, found, strict=True)))
 
 
-def _gpt2(activation: str, tied: bool = True, dropout: float = 0.0) -> HFCase:
+def _gpt2(activation: str, tied: bool = True, dropout: float = 0.0, eps: float = 1e-5) -> HFCase:
     settings = {
         "vocab": VOCAB, "hidden": HIDDEN, "layers": LAYERS, "heads": 6, "ffn": 40, "seq_len": 16,
         "position": "learned", "norm": "layernorm", "bias": "all", "tied": tied,
         "activation": {"gelu_new": "gelu_tanh", "gelu": "gelu"}[activation], "dropout": dropout,
+        "norm_eps": eps,
     }  # fmt: skip
     config = transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=6, n_inner=40, n_positions=16,
         activation_function=activation, resid_pdrop=dropout, embd_pdrop=dropout,
         attn_pdrop=dropout, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        layer_norm_epsilon=eps,
     )  # fmt: skip
 
-    def leaves(named: dict[str, Tensor]) -> dict[str, Tensor]:
-        out = {
-            "embed.tokens": named["transformer.wte.weight"],
-            "embed.positions": named["transformer.wpe.weight"],
-        }
-        for i in range(LAYERS):
-            theirs, ours = f"transformer.h.{i}.", f"blocks.{i}."
-            for mine, yours in (("norm1", "ln_1"), ("norm2", "ln_2")):
-                for part in ("weight", "bias"):
-                    out[f"{ours}{mine}.{part}"] = named[f"{theirs}{yours}.{part}"]
-            # Conv1D stores (in, out); the columns of c_attn are q, then k, then v, by head.
-            out[f"{ours}attn.qkv"] = named[f"{theirs}attn.c_attn.weight"].T.reshape(3, 6, 4, HIDDEN)
-            out[f"{ours}attn.qkv_bias"] = named[f"{theirs}attn.c_attn.bias"].reshape(3, 6, 4)
-            out[f"{ours}attn.out"] = named[f"{theirs}attn.c_proj.weight"].T.reshape(HIDDEN, 6, 4)
-            out[f"{ours}attn.out_bias"] = named[f"{theirs}attn.c_proj.bias"]
-            for mine, yours in (("up", "c_fc"), ("down", "c_proj")):
-                out[f"{ours}mlp.{mine}"] = named[f"{theirs}mlp.{yours}.weight"].T
-                out[f"{ours}mlp.{mine}_bias"] = named[f"{theirs}mlp.{yours}.bias"]
-        for part in ("weight", "bias"):
-            out[f"final_norm.{part}"] = named[f"transformer.ln_f.{part}"]
-        return out if tied else {**out, "head.weight": named["lm_head.weight"]}
-
-    return _build("gpt2", transformers.GPT2LMHeadModel, config, {"model": settings}, leaves)
+    return _build("gpt2", transformers.GPT2LMHeadModel, config, {"model": settings})
 
 
 def _llama_like(
@@ -119,6 +119,7 @@ def _llama_like(
     tied: bool = False,
     rope: dict[str, Any] | None = None,
     seq_len: int = 16,
+    eps: float = 1e-6,
     settings: dict[str, Any] | None = None,
     **more: Any,
 ) -> HFCase:
@@ -127,50 +128,17 @@ def _llama_like(
     ours = {
         "vocab": VOCAB, "hidden": HIDDEN, "layers": LAYERS, "heads": heads, "kv_heads": kv,
         "head_dim": size, "ffn": 40, "seq_len": seq_len, "position": "rotary", "norm": "rmsnorm",
-        "norm_eps": 1e-6, "activation": "swiglu", "bias": "none", "tied": tied,
+        "norm_eps": eps, "activation": "swiglu", "bias": "none", "tied": tied,
         "rope_theta": rope["rope_theta"], **_rope_settings(rope), **(settings or {}),
     }  # fmt: skip
     config = config_class(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=40, num_hidden_layers=LAYERS,
-        num_attention_heads=heads, num_key_value_heads=kv, head_dim=size, rms_norm_eps=1e-6,
+        num_attention_heads=heads, num_key_value_heads=kv, head_dim=size, rms_norm_eps=eps,
         max_position_embeddings=seq_len, rope_parameters=rope, tie_word_embeddings=tied,
         bos_token_id=0, eos_token_id=0, **more,
     )  # fmt: skip
 
-    def leaves(named: dict[str, Tensor]) -> dict[str, Tensor]:
-        out = {"embed.tokens": named["model.embed_tokens.weight"]}
-        for i in range(LAYERS):
-            theirs, mine = f"model.layers.{i}.", f"blocks.{i}."
-            out[f"{mine}norm1.weight"] = named[f"{theirs}input_layernorm.weight"]
-            out[f"{mine}norm2.weight"] = named[f"{theirs}post_attention_layernorm.weight"]
-            for part, suffix in (("weight", ""), ("bias", "_bias")):
-                if f"{theirs}self_attn.q_proj.{part}" in named:
-                    q, k, v = (named[f"{theirs}self_attn.{x}_proj.{part}"] for x in "qkv")
-                    tail = q.shape[1:]
-                    q, k, v = (x.reshape(n, size, *tail) for x, n in ((q, heads), (k, kv), (v, kv)))
-                    if heads == kv:
-                        out[f"{mine}attn.qkv{suffix}"] = torch.stack([q, k, v])
-                    else:
-                        out[f"{mine}attn.q{suffix}"] = q
-                        out[f"{mine}attn.kv{suffix}"] = torch.stack([k, v])
-            for x in "qk":
-                if f"{theirs}self_attn.{x}_norm.weight" in named:
-                    out[f"{mine}attn.{x}_norm"] = named[f"{theirs}self_attn.{x}_norm.weight"]
-            o = named[f"{theirs}self_attn.o_proj.weight"]
-            out[f"{mine}attn.out"] = o.reshape(HIDDEN, heads, size)
-            gate, up = (named[f"{theirs}mlp.{x}_proj.weight"] for x in ("gate", "up"))
-            out[f"{mine}mlp.up"] = torch.stack([gate, up])
-            out[f"{mine}mlp.down"] = named[f"{theirs}mlp.down_proj.weight"]
-            for name, leaf in (("self_attn.o", "attn.out"), ("mlp.down", "mlp.down")):
-                if f"{theirs}{name}_proj.bias" in named:
-                    out[f"{mine}{leaf}_bias"] = named[f"{theirs}{name}_proj.bias"]
-            if f"{theirs}mlp.up_proj.bias" in named:
-                pair = (named[f"{theirs}mlp.{x}_proj.bias"] for x in ("gate", "up"))
-                out[f"{mine}mlp.up_bias"] = torch.stack(list(pair))
-        out["final_norm.weight"] = named["model.norm.weight"]
-        return out if tied else {**out, "head.weight": named["lm_head.weight"]}
-
-    return _build(family, model_class, config, {"model": ours}, leaves)
+    return _build(family, model_class, config, {"model": ours})
 
 
 def _rope_settings(rope: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +155,7 @@ def _rope_settings(rope: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": "none" if kind == "default" else kind, **found}
 
 
-def _build(family: str, model_class: Any, config: Any, settings: Any, leaves: Any) -> HFCase:
+def _build(family: str, model_class: Any, config: Any, settings: Any) -> HFCase:
     """Make the model in float64 with every weight random, biases and norms too."""
     config._attn_implementation = "eager"
     with in_double(family), torch.random.fork_rng():
@@ -197,7 +165,7 @@ def _build(family: str, model_class: Any, config: Any, settings: Any, leaves: An
             for name, p in model.named_parameters():
                 centre = 1.0 if "norm" in name or ".ln_" in name else 0.0
                 p.copy_(torch.randn(p.shape, dtype=torch.float64) * 0.25 + centre)
-    return HFCase(family, settings, model, leaves)
+    return HFCase(family, settings, model)
 
 
 def _llama(**more: Any) -> HFCase:
@@ -217,8 +185,10 @@ CASES: dict[str, Callable[[], HFCase]] = {
     "gpt2_gelu_new": lambda: _gpt2("gelu_new"),
     "gpt2_gelu": lambda: _gpt2("gelu"),
     "gpt2_untied": lambda: _gpt2("gelu", tied=False),
+    "gpt2_eps": lambda: _gpt2("gelu", eps=1e-2),
     "gpt2_dropout": lambda: _gpt2("gelu", dropout=0.25),
     "llama": lambda: _llama(),
+    "llama_eps": lambda: _llama(eps=1e-2),
     "llama_tied": lambda: _llama(tied=True),
     "llama_mha": lambda: _llama(kv=6),
     "llama_mqa": lambda: _llama(kv=1),
@@ -241,6 +211,7 @@ CASES: dict[str, Callable[[], HFCase]] = {
         transformers.Qwen3Config,
         transformers.Qwen3ForCausalLM,
         size=8,
+        eps=1e-2,
         settings={"qk_norm": True},
     ),
     "mistral": lambda: _llama_like(

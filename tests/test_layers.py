@@ -27,6 +27,8 @@ LAYER = {
     "grads": 4,
     "optim": 4,
     "pipeline": 5,
+    "inspect": 5,
+    "convert": 5,
     "checkpoint": 5,
     "data": 5,
     "train": 6,

@@ -246,6 +246,8 @@ class TrainConfig:
     Args:
       steps: optimizer steps.
       seed: of initial weights, dropout and sample order.
+      init_from: folder of a run, of a checkpoint, or made by `mfun convert`, whose weights are the
+        initial ones, for a fresh optimizer; empty draws them.
       global_batch: sequences of a step over all ranks.
       microbatches: pieces in which each data parallel rank takes its part of a step.
       rampup: start, increment, samples: the batch grows from ``start`` in steps of ``increment``
@@ -270,6 +272,7 @@ class TrainConfig:
 
     steps: int = whole(200, least=1)
     seed: int = whole(0)
+    init_from: str = text("")
     global_batch: int = whole(16, least=1)
     microbatches: int = whole(4, least=1)
     rampup: tuple[int, ...] = wholes(least=1)

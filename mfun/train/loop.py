@@ -21,7 +21,7 @@ from mfun.comm import finish
 from mfun.comm.process import ProcessWorld, distribute
 from mfun.config import Config, PrecisionConfig
 from mfun.grads import needed_groups
-from mfun.train import metrics, saving
+from mfun.train import metrics, saving, starting
 from mfun.train.feed import Feed, feed
 from mfun.train.lifecycle import RunError
 from mfun.train.plan import Plan, plan
@@ -143,13 +143,15 @@ def begin(job: Job) -> State:
     """The newest checkpoint of the run's folder, or initial weights; replicas agree to the bit.
 
     Raises:
-        CheckpointError: the checkpoint is of another layout or model, or all are damaged.
+        CheckpointError: the checkpoint, or the one to start from, is of another model or damaged.
         ReplicaError: naming tensors and ranks.
     """
     found = _newest(job.folder) if job.folder and job.peers.first else None
     name = job.peers.share(found.name if found else "")
     if name and job.folder:
         state = saving.load(job.trainer, job.folder / "checkpoints" / name, job.peers)
+    elif job.config.train.init_from:
+        state = starting.start(job.trainer, job.peers)
     else:
         state = job.trainer.init()
     world = job.trainer.world
