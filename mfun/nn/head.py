@@ -212,6 +212,7 @@ class HeadLoss(torch.autograd.Function):
                 factors.append(dz)
             else:
                 add_product_(dw, dz, tokens_nd[rows], 1 if rows.start else 0)
+            del z, dz  # the next chunk's memory, still in the cache
         if late:
             dw = factors[0] if len(factors) == 1 else torch.cat(factors)
         dx = leave_fresh(dx_nd.view_as(x), axis, sequence_parallel)
