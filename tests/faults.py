@@ -18,6 +18,7 @@ from mfun.grads.table import Kind
 from mfun.pipeline import mailbox
 from mfun.schedule import Recv, Send
 from tests import extras_properties as inserted
+from tests import func_properties as derivatives
 from tests import memory_properties as memory
 from tests import precision_properties as sixteen
 from tests import properties as holds
@@ -506,14 +507,14 @@ REDUCTIONS = (
     ),
     Fault(
         "the tree form of finalize forgets weights",
-        edit("grads.finalize:finalize", ("grad = grad * row.weight", "pass")),
-        holds.finalized_tree,
-        "gradient of equal",
+        edit("grads.finalize:finalize", ("grad if weight == 1.0 else grad * weight", "grad")),
+        derivatives.finalized,
+        "gradient of mean",
         "research code under simulate",
     ),
     Fault(
         "the tree form of finalize forgets the sum",
-        edit("grads.finalize:finalize", ("if row.axes else grad", "if not row.axes else grad")),
+        edit("grads.finalize:finalize", ("if summed or row.joined:", "if False:")),
         holds.finalized_tree,
         "gradient of",
         "the same",
@@ -2483,6 +2484,104 @@ MEMORY = (
     ),
 )
 
+TRANSFORMS = (
+    Fault(
+        "equal gradients are summed with weights where they are differentiated",
+        edit(
+            "grads.finalize:finalize",
+            ('if how.kind == "equal"]', "if False]"),
+            ('pairs if how.kind != "equal"]', "pairs]"),
+            ('row.rows if how.kind != "equal")', "row.rows)"),
+        ),
+        derivatives.COPIES,
+        "hessian, reverse over reverse",
+        "a gradient of gradients in which each rank gets the n-th part",
+    ),
+    Fault(
+        "an inner product counts copies",
+        edit("func.space:_owner", ("groups.mesh, coords) == 0", "groups.mesh, coords) >= 0")),
+        derivatives.SEQUENCE,
+        "curvature|reverse over reverse",
+        "eigenvalues that grow with the number of ranks",
+    ),
+    Fault(
+        "per-sample gradients are summed over data ranks",
+        edit("func.space:within_a_model", ("if a not in DATA_AXES", "")),
+        derivatives.SEQUENCE,
+        "per sample",
+        "a noise scale of pairs of samples",
+    ),
+    Fault(
+        "a Hessian product is left as summands",
+        edit("func.products:hessian_vector", ("gradient(loss, p, space)", "gradient(loss, p)")),
+        derivatives.SEQUENCE,
+        "hessian|curvature",
+        "a direction that differs on every rank",
+    ),
+    Fault(
+        "the Gauss-Newton product without the loss",
+        edit("func.products:gauss_newton_vector", ("params, curved, space", "params, dz, space")),
+        derivatives.SEQUENCE,
+        "gauss newton",
+        "J^T J in place of J^T H J",
+    ),
+    Fault(
+        "the Fisher product is doubled",
+        edit("func.products:fisher_vector", ("0.5 *", "1.0 *")),
+        derivatives.SEQUENCE,
+        "fisher",
+        "a damping of half of what is meant",
+    ),
+    Fault(
+        "a stage receives a cotangent without its tangent",
+        edit(
+            "func.pipeline:stage_backward",
+            (
+                "zip(params, x, ct,",
+                "zip(params, x, Dual(ct.value, tree.map(lambda t: 0 * t, ct[1])),",
+            ),
+        ),
+        derivatives.pipelined,
+        "hessian",
+        "curvature that ends at the border of a stage",
+    ),
+    Fault(
+        "products of a tied leaf are not added",
+        edit("func.pipeline:_sum", ("total[path] + x if path in total else x", "x")),
+        derivatives.pipelined,
+        "of embed.tokens",
+        "half of the derivative of a tied table",
+    ),
+    Fault(
+        "Lanczos forgets its basis",
+        edit("func.estimates:lanczos", ("basis * 2", "basis[-2:]")),
+        derivatives.spectrum,
+        "times|bound",
+        "copies of one eigenvalue taken for several",
+    ),
+    Fault(
+        "conjugate gradients forget the damping",
+        edit("func.estimates:conjugate_gradients", ("direction, damping)", "direction, 0.0)")),
+        derivatives.solution,
+        "solution",
+        "influences blown up along flat directions",
+    ),
+    Fault(
+        "probes are drawn by local index",
+        edit("func.estimates:probe", ("range(a, b) for", "range(b - a) for")),
+        derivatives.probes,
+        "signs of",
+        "an estimate that depends on the layout",
+    ),
+    Fault(
+        "a stack of leaves pads the dim before",
+        edit("func.bases:stacked", ("dim + 1 for dim", "dim for dim")),
+        derivatives.directions,
+        "does not divide|directions",
+        "a basis for whole vocabularies only",
+    ),
+)
+
 AREAS: dict[str, tuple[Fault, ...]] = {
     "collectives": COLLECTIVES,
     "reductions": REDUCTIONS,
@@ -2498,5 +2597,6 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "memory": MEMORY,
     "processes": PROCESSES,
     "data and guards": GUARDS,
+    "transforms": TRANSFORMS,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

@@ -26,6 +26,7 @@ LAYER = {
     "models": 3,
     "grads": 4,
     "optim": 4,
+    "func": 5,
     "pipeline": 5,
     "inspect": 5,
     "convert": 5,

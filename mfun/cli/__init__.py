@@ -9,7 +9,7 @@ import click
 import mfun
 from mfun.config.fields import did_you_mean
 
-COMMANDS = ("train", "sample", "inspect", "convert", "verify", "schedule", "plan")
+COMMANDS = ("train", "sample", "data", "inspect", "convert", "verify", "schedule", "plan")
 """In the order of the help."""
 
 
@@ -45,6 +45,7 @@ def main() -> None:
     mfun train --help                   presets, settings, examples
     mfun train llama3-8b --dry          shows a layout without running it
     mfun sample runs/... --prompt TEXT  shows what a run has learned
+    mfun data build a.jsonl data/mine   makes a dataset of text to train on
     mfun inspect runs/...               what a checkpoint holds, or how two differ
     mfun convert from-hf FOLDER OUT     starts from a Hugging Face model
     mfun schedule --compare             pipeline schedules side by side

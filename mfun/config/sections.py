@@ -152,7 +152,13 @@ class ParallelConfig:
       shard_copies: of every shard over ``dp``, each within its own part of the ranks; 1 is none.
       mean_gradients: gradients of data ranks are averaged by the collectives, not summed.
       prefetch: buckets of sharded parameters that are gathered before they are needed.
+      gather_ahead: with ``sharding`` optim or optim_grads, updated parameters are gathered beside
+        the next forward, whose layers wait for theirs, instead of at the end of the step.
       bucket_size: elements at which a gradient bucket closes; 0 means the default.
+      bucket_pad: elements of which a sharded bucket is a multiple; 65536 keeps messages of hundreds
+        of ranks a multiple of what networks like best.
+      wide_sums: sharded 16-bit gradients are added up over ranks in fp32 and rounded once; as many
+        bytes travel, and whole buffers are received.
       recompute: which layers run again for their backward and keep only their input: full is all
         of them; first the first ``recompute_layers`` blocks of each chunk; selective the attention
         half of each block.
@@ -184,7 +190,10 @@ class ParallelConfig:
     shard_copies: int = whole(1, least=1)
     mean_gradients: bool = flag(False)
     prefetch: int = whole(1)
+    gather_ahead: bool = flag(False)
     bucket_size: int = whole(0)
+    bucket_pad: int = whole(128, least=1)
+    wide_sums: bool = flag(False)
     recompute: Recompute = choice("none", Recompute)
     recompute_layers: int = whole(0)
     offload: int = whole(0)
@@ -212,6 +221,8 @@ class OptimConfig:
       clip: largest global gradient norm; 0 does not clip.
       clip_value: largest element of a gradient, after ``clip``; 0 does not clip.
       count_zeros: count the zeros of the gradient, as the metric ``num_zeros``.
+      offload: keep masters and moments in the host's memory; each bucket's travels to its update
+        and back beside those of its neighbours.
       overrides: multipliers of ``lr`` and ``weight_decay`` by a pattern of parameter paths:
         ``[optim.overrides."embed.*"]`` with ``lr``, ``decay`` or both; the last one that says
         something counts.
@@ -236,6 +247,7 @@ class OptimConfig:
     clip: float = real(1.0)
     clip_value: float = real(0.0)
     count_zeros: bool = flag(False)
+    offload: bool = flag(False)
     overrides: dict[str, dict[str, float]] = tables("lr", "decay")
 
 

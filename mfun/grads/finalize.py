@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mfun import tree
-from mfun.comm import all_reduce
+from mfun.comm import all_reduce, copy
 from mfun.comm.groups import Groups
 from mfun.comm.world import Waits, World
 from mfun.grads.buffers import GradBuffers
@@ -23,8 +24,10 @@ def finalize(grads: Any, groups: Groups, table: Mapping[str, Reduction]) -> Any:
 
     g = sum over the group of weight * g_rank.
 
-    For research code under `simulate` or `distribute`, without a pipeline; differentiable. The
-    training step uses `finalize_steps`, the same table on flat buffers.
+    For research code under `simulate` or `distribute`. The training step uses
+    `finalize_steps`, the same table on flat buffers. It can be differentiated: what is equal on all
+    ranks of an axis is I there, so it is not summed with weight 1/n (in whose derivative each rank
+    would get the n-th part) but handed on by `copy`.
 
     Args:
         grads: tree of gradients, rank-local shapes, P over the data axes and as declared over tp.
@@ -32,21 +35,24 @@ def finalize(grads: Any, groups: Groups, table: Mapping[str, Reduction]) -> Any:
         table: from `reductions`.
 
     Returns:
-        The tree of whole gradients, equal over every axis a leaf is replicated on.
+        The tree of whole gradients, equal over every axis a leaf is replicated on, and over the
+        stages it is tied over.
 
     Raises:
-        ValueError: a leaf is tied over stages, which needs the step's World.
+        KeyError: a group that a row names was not made; stages are not there under `simulate`.
     """
 
     def one(path: str, grad: Tensor) -> Tensor:
         row = table[path]
-        if row.joined is not None:
-            raise ValueError(
-                f"{path} is tied over stages {row.stages}; use finalize_steps with a World"
-            )
-        if row.weight != 1.0:
-            grad = grad * row.weight
-        return all_reduce(grad, groups.over(*row.axes)) if row.axes else grad
+        pairs = list(zip(row.axes, row.rows, strict=False))
+        for axis in [axis for axis, how in pairs if how.kind == "equal"]:
+            grad = copy(grad, groups.over(axis))
+        summed = [axis for axis, how in pairs if how.kind != "equal"]
+        weight = math.prod(how.weight for how in row.rows if how.kind != "equal")
+        grad = grad if weight == 1.0 else grad * weight
+        if summed or row.joined:
+            grad = all_reduce(grad, groups.over(*summed, stages=row.joined))
+        return grad
 
     return tree.map_with_path(one, grads)
 

@@ -28,7 +28,7 @@ from mfun.nn.mlp import mlp
 from mfun.nn.norm import layer_norm, rms_norm
 from mfun.nn.rotary import rotary_table, rotate
 
-Head = Literal["loss", "logits"]
+Head = Literal["loss", "logits", "columns"]
 
 
 def gpt(config: Config, head: Head = "loss") -> list[Layer]:
@@ -38,8 +38,9 @@ def gpt(config: Config, head: Head = "loss") -> list[Layer]:
         config: reads `model`, `parallel.tp`, `parallel.sequence_parallel`, and of `train` the
             label smoothing and z-loss.
         head: what the last layer gives: `loss`, a scalar `loss`: the sum over this rank's tokens
-            of mask times loss, in nats, I over tp; or `logits`: (b, s, v) `logits` of the whole
-            vocabulary without padding, I over tp.
+            of mask times loss, in nats, I over tp; `logits`: (b, s, v) `logits` of the whole
+            vocabulary without padding, I over tp; or `columns`: (b, s, ceil(v/tp)) `logits` of this
+            rank's part of it, V over tp.
 
     Returns:
         [embedding, block 0, .., head]. The first takes {}; each passes {"h": (b, s, d)} on.
@@ -144,20 +145,28 @@ def apply_loss(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
     return {"loss": loss}
 
 
-def apply_logits(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
-    """Logits of the whole vocabulary on every rank, without padding."""
+def apply_columns(
+    config: Config, params: Params, x: Values, ctx: Ctx, gather: bool = False
+) -> Values:
+    """Logits of this rank's part of the vocabulary, with its padding."""
     logits_bsv = column_linear(
         _norm(config, params["final_norm"], x["h"]),
         _head_weight(config, params),
         None,
         ctx.groups.tp,
         sequence_parallel=config.parallel.sequence_parallel,
-        gather_output=True,
+        gather_output=gather,
     )
+    return {"logits": logits_bsv}
+
+
+def apply_logits(config: Config, params: Params, x: Values, ctx: Ctx) -> Values:
+    """Logits of the whole vocabulary on every rank, without padding."""
+    logits_bsv = apply_columns(config, params, x, ctx, gather=True)["logits"]
     return {"logits": logits_bsv[..., : config.model.vocab]}
 
 
-HEADS = {"loss": apply_loss, "logits": apply_logits}
+HEADS = {"loss": apply_loss, "logits": apply_logits, "columns": apply_columns}
 
 
 def _self_attention(
