@@ -123,7 +123,7 @@ def _noting(trainer: Trainer, world: Recorder) -> Any:
             world.events.append(Event("layer", layer.name))
             return layer.apply(*args)
 
-        return attrs.evolve(layer, apply=apply)
+        return layer._replace(apply=apply)
 
     return tuple(tuple(map(noting, chunk)) for chunk in trainer.stage.chunks)
 

@@ -181,7 +181,7 @@ def peak(grads: _Grads) -> int:
 
 def test_released_buffers_by_hand() -> None:
     """Two buckets in two microbatches: the buffers of one use and one reduction, and the shards."""
-    grads = _Grads(TWO, on_cpu=True, release=True)
+    grads = _Grads(TWO, exchanged=True, release=True)
     grads.use([1])
     assert peak(grads) == 200
     grads.reduce(1)
@@ -202,7 +202,7 @@ def test_released_buffers_by_hand() -> None:
 def test_kept_buffers_need_scratch_only() -> None:
     """ZeRO-1: on CPU a reduction receives a whole buffer, elsewhere a shard."""
     for on_cpu, want in ((True, 300), (False, 75)):
-        grads = _Grads(TWO, on_cpu=on_cpu, release=False)
+        grads = _Grads(TWO, exchanged=on_cpu, release=False)
         grads.use([0, 1])
         assert grads.worst().total == 0
         grads.finalize([0, 1])

@@ -61,17 +61,19 @@ def command(words: tuple[str, ...], device: str, options: bool) -> None:
 def memory_lines(config: Config, device: str) -> Iterator[str]:
     """A table with a row for each strategy."""
     yield f"{ranks_text(config)}, precision {config.precision.policy}; bytes of a rank"
-    yield " ".join([f"{'sharding':<20}", *(f"{name:>11}" for name in COLUMNS)])
+    columns = (*COLUMNS, "host") if config.parallel.offload_optimizer else COLUMNS
+    yield " ".join([f"{'sharding':<20}", *(f"{name:>11}" for name in columns)])
     for sharding in get_args(Sharding):
         own = "*" if sharding == config.parallel.sharding else ""
-        parallel = attrs.evolve(config.parallel, sharding=sharding)
+        ahead = config.parallel.gather_ahead and sharding in ("optim", "optim_grads")
+        parallel = attrs.evolve(config.parallel, sharding=sharding, gather_ahead=ahead)
         try:
             a = fullest(cfg.resolve(attrs.evolve(config, parallel=parallel), None), device)
         except ConfigError as error:
             yield f"{sharding + own:<20} refused: {error}"
             continue
         yield " ".join(
-            [f"{sharding + own:<20}", *(f"{size(getattr(a, name)):>11}" for name in COLUMNS)]
+            [f"{sharding + own:<20}", *(f"{size(getattr(a, name)):>11}" for name in columns)]
         )
     yield ""
     yield KEY

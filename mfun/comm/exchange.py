@@ -44,16 +44,25 @@ def wait(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def sum_exchanged(own: Tensor, received: Rows, axis: Axis) -> Tensor:
+def sum_exchanged(
+    own: Tensor, received: Rows, axis: Axis, *, over: int = 1, wide: bool = False
+) -> Tensor:
     """The sum of all ranks' pieces in the order of ranks, so that it does not depend on who adds.
 
     Args:
         own: this rank's piece; left as it is.
         received: the others', one a rank, of which this rank's is not read; overwritten.
         axis: their axis.
+        over: what the sum is divided by.
+        wide: add up and divide in at least float32 and round once, not after each summand.
     """
     rows = [own if i == axis.position else received[i] for i in range(axis.size)]
+    if wide and own.itemsize < 4:
+        total = rows[0].float()
+        for row in rows[1:]:
+            total.add_(row)
+        return total.div_(over).to(own.dtype)
     total = torch.add(rows[0], rows[1], out=rows[0] if rows[1] is own else rows[1])
     for row in rows[2:]:
         total.add_(row)
-    return total
+    return total.div_(over) if over > 1 else total

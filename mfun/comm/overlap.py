@@ -58,26 +58,31 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     return Pending([dist.all_reduce(x, group=axis.group, async_op=True)], lambda: x)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
+def start_reduce_scatter(
+    x: Tensor, axis: Axis, dim: int, *, over: int = 1, wide: bool = False
+) -> Pending:
     """Start summing x over the axis, each rank keeping its piece along `dim`.
 
     Args:
         x: a whole-sized summand, P over `axis`.
         axis: a process axis.
         dim: tensor dim to cut.
+        over: what the sum is divided by.
+        wide: 16-bit summands are exchanged as they are and added up in float32; as many bytes
+            travel as otherwise, and a whole buffer is received.
 
     Returns:
         The pending piece, V over `axis`.
     """
     dim %= x.ndim
     cut = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0).contiguous()
-    if x.device.type == "cpu":
-        parts = torch.empty_like(cut)
+    if x.device.type == "cpu" or wide:
+        parts, own = torch.empty_like(cut), cut[axis.position]
         works = start_exchange(parts, cut, axis)
-        return Pending(works, lambda: sum_exchanged(cut[axis.position], parts, axis))
+        return Pending(works, lambda: sum_exchanged(own, parts, axis, over=over, wide=wide))
     out = cut.new_empty(cut.shape[1:])
     work = dist.reduce_scatter_single(out, cut.flatten(0, 1), group=axis.group, async_op=True)
-    return Pending([work], lambda: out)
+    return Pending([work], lambda: out.div_(over) if over > 1 else out)
 
 
 def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from mfun import tree
 from mfun.comm import overlap
@@ -100,6 +102,8 @@ class ProcessWorld:
         self.coords = self.mesh.coords(self.rank)
         self.stage = self.coords["pp"]
         self.device = torch.device(device)
+        self.coalesces = self.device.type != "cpu"
+        self._launch: Any = None
         pipeline = groups.pp
         self._transport = Transport(pipeline.group, pipeline.ranks, self.device)
 
@@ -128,16 +132,18 @@ class ProcessWorld:
         if axis.size > 1:
             assert x.is_contiguous(), "all_reduce in place needs a contiguous buffer"
             work = dist.all_reduce(x, op=KINDS[op], group=axis.group, async_op=True)
+            work = self._launch or work
         return _waited(work, x)
 
     def reduce_scatter(
-        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum"
+        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum", *, wide: bool = False
     ) -> Waits[Tensor]:
         """One reduce-scatter (on CPU an exchange and a local sum), started by the call."""
         axis = self.groups.over(*axes)
         if axis.size == 1:
             return _waited(None, x)
-        return _pending(overlap.start_reduce_scatter(x, axis, 0), axis.size if op == "mean" else 1)
+        over = axis.size if op == "mean" else 1
+        return self._pending(overlap.start_reduce_scatter(x, axis, 0, over=over, wide=wide))
 
     def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
         """One all-gather into `out`, started by the call."""
@@ -145,12 +151,31 @@ class ProcessWorld:
         if axis.size == 1:
             return _waited(None, out if shard.data_ptr() == out.data_ptr() else out.copy_(shard))
         works = overlap.start_all_gather(out.unflatten(0, (axis.size, -1)), shard, axis)
-        return _pending(overlap.Pending(works, lambda: out))
+        return self._pending(overlap.Pending(works, lambda: out))
+
+    @contextmanager
+    def together(
+        self, axes: Sequence[AxisLike], stages: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """One call of the backend for all; not yet run with NCCL. On CPU, as many as there are:
+        gloo would copy all into one buffer first, and messages are no collectives.
+        """
+        axis = self.groups.over(*axes, stages=tuple(stages) if stages is not None else None)
+        if axis.size == 1 or not self.coalesces:
+            yield
+            return
+        with coalescing(axis.group, async_ops=True) as self._launch:
+            yield
+        self._launch = None
 
     def shard(self, x: Tensor, axes: Sequence[AxisLike]) -> Tensor:
         """A view of this rank's piece."""
         axis = self.groups.over(*axes)
         return x.chunk(axis.size)[axis.position] if axis.size > 1 else x
+
+    def _pending(self, pending: overlap.Pending) -> Waits[Tensor]:
+        """The result once it is there; of a common launch, once all are."""
+        return _finished(pending._replace(works=[self._launch]) if self._launch else pending)
 
     def post(
         self, batch: Sequence[Send | Recv], outgoing: Mapping[Send, Message], sizes: Any
@@ -170,9 +195,8 @@ class ProcessWorld:
         yield ""
 
 
-def _pending(pending: overlap.Pending, over: int = 1) -> Waits[Tensor]:
-    out = pending.wait()
-    return out.div_(over) if over > 1 else out
+def _finished(pending: overlap.Pending) -> Waits[Tensor]:
+    return pending.wait()
     yield ""
 
 

@@ -9,6 +9,7 @@ front: none on processes, one rank dim in the mailbox, where a stage's ranks run
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -52,11 +53,12 @@ class World(Protocol):
         ...
 
     def reduce_scatter(
-        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum"
+        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum", *, wide: bool = False
     ) -> Waits[Tensor]:
         """Sum or mean over `axes`; of its last dim each rank keeps its equal piece. No derivative.
 
-        On processes it is on its way when the call returns; x must stay as it is until then.
+        On processes it is on its way when the call returns; x must stay as it is until then. Where
+        `wide`, 16-bit summands are added up in float32 and the sum is rounded once.
         """
         ...
 
@@ -64,6 +66,15 @@ class World(Protocol):
         """Fill `out` with the ranks' shards, one after the other along the last dim.
 
         The shard may be this rank's place in `out`. On processes as `reduce_scatter`.
+        """
+        ...
+
+    def together(
+        self, axes: Sequence[AxisLike], stages: Sequence[int] | None = None
+    ) -> AbstractContextManager[None]:
+        """Collectives of one kind over this group that start inside go out in one launch.
+
+        Where that is worth it: on a GPU. They are waited for outside.
         """
         ...
 

@@ -172,11 +172,21 @@ def _recompute(config: Config) -> Iterator[str]:
 
 def _gathered(config: Config) -> Iterator[str]:
     params, compute, *_ = config.precision.formats
-    if config.parallel.sharding == "optim_grads_params" and params != compute:
+    sharding, ahead = config.parallel.sharding, config.parallel.gather_ahead
+    if ahead and sharding not in ("optim", "optim_grads"):
+        yield (
+            f"parallel.gather_ahead is for parallel.sharding = optim and optim_grads, and it is "
+            f"{sharding}, which "
+            + ("cuts nothing" if sharding == "no_shard" else "gathers by its stream (prefetch)")
+            + "; leave it out, or change the sharding."
+        )
+    if (ahead or sharding == "optim_grads_params") and params != compute:
+        what, instead = "sharding = optim_grads_params", "use sharding=optim_grads"
+        if ahead:
+            what, instead = "gather_ahead", "leave it out"
         yield (
             f"precision.params is {params} and precision.compute is {compute}, but parallel."
-            "sharding = optim_grads_params gathers parameters as they are used; give both one "
-            "format, or use sharding=optim_grads."
+            f"{what} gathers parameters as they are used; give both one format, or {instead}."
         )
 
 
@@ -202,6 +212,15 @@ def _shards(config: Config) -> Iterator[str]:
         )
     elif parallel.dp and dp % copies:
         yield _undivided("parallel.dp", dp, "parallel.shard_copies", copies)
+    grads = config.precision.formats.grads
+    if parallel.wide_sums and (
+        parallel.sharding == "no_shard" or copies > 1 or grads not in ("bf16", "fp16")
+    ):
+        yield (
+            "parallel.wide_sums adds 16-bit gradients up in the exchange of shards, but parallel."
+            f"sharding is {parallel.sharding}, parallel.shard_copies {copies} and precision.grads "
+            f"{grads}; choose a sharding without copies and grads=bf16, or leave it out."
+        )
 
 
 def _checked(config: Config) -> Iterator[str]:

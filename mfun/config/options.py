@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Verdict = Literal["option", "built in", "not needed", "not built", "refused"]
+Verdict = Literal["option", "built in", "not needed", "refused"]
 
 
 class Option(NamedTuple):
@@ -16,8 +16,8 @@ class Option(NamedTuple):
 
     Args:
       name: Megatron's.
-      verdict: `option` is one here too; `built in` always so; `not needed` for its reason; `not
-        built` yet; `refused` for want of what only CUDA has.
+      verdict: `option` is one here too; `built in` always so; `not needed` for its reason;
+        `refused` for want of what only CUDA has.
       keys: ours that do it, or come nearest.
       why: in words.
     """
@@ -43,6 +43,7 @@ class Option(NamedTuple):
 
 OVERLAP, SHARDING, BUCKET = "parallel.overlap", "parallel.sharding", "parallel.bucket_size"
 PREFETCH, COPIES = "parallel.prefetch", "parallel.shard_copies"
+AHEAD = "parallel.gather_ahead"
 GRADS, MASTERS = "precision.grads", "precision.masters"
 FP8 = "stored 8-bit parameters need the tensor cores and kernels of recent NVIDIA devices"
 NCCL = "it registers buffers with NCCL, the communication library of NVIDIA devices"
@@ -53,17 +54,17 @@ _ROWS: tuple[tuple[Verdict, str, tuple[str, ...], str], ...] = (
     ("option", "bucket_size", (BUCKET,), "elements at which a bucket closes"),
     ("not needed", "num_buckets", (BUCKET,), "it is the parameters divided by the bucket size"),
     (
-        "not built",
+        "option",
         "pad_buckets_for_high_nccl_busbw",
-        (),
-        "buckets are padded to a multiple of lcm(ranks, 128), which no measured network asked for",
+        ("parallel.bucket_pad",),
+        "65536 is its padding, to a multiple of lcm(ranks, 2^16); by default it is lcm(ranks, 128)",
     ),
     ("option", "grad_reduce_in_fp32", (GRADS,), "gradients are reduced in their own type"),
     (
-        "not built",
+        "option",
         "reduce_scatter_with_fp32_accumulation",
-        (GRADS,),
-        "16-bit gradients are summed in 16 bits; those in fp32 are the policies' default",
+        ("parallel.wide_sums",),
+        "16-bit gradients are exchanged as they are, added up in fp32 and rounded once",
     ),
     (
         "not needed",
@@ -124,8 +125,8 @@ _ROWS: tuple[tuple[Verdict, str, tuple[str, ...], str], ...] = (
     (
         "option",
         "overlap_param_gather",
-        (PREFETCH,),
-        "sharded parameters are gathered ahead of their use, by the stream",
+        (AHEAD, PREFETCH),
+        "updated parameters are gathered beside the next forward, sharded ones ahead of their use",
     ),
     (
         "not needed",

@@ -165,6 +165,8 @@ class ParallelConfig:
       recompute_layers: how many, with ``recompute=first``.
       offload: most microbatches, counted by chunks, whose activations a stage keeps on its device;
         others wait in the host's memory. 0 keeps all.
+      offload_optimizer: masters and moments live in the host's memory; each bucket's travel to its
+        update and back, beside the updates of its neighbours.
     """
 
     section: ClassVar[str] = "parallel"
@@ -197,6 +199,7 @@ class ParallelConfig:
     recompute: Recompute = choice("none", Recompute)
     recompute_layers: int = whole(0)
     offload: int = whole(0)
+    offload_optimizer: bool = flag(False)
 
 
 @attrs.frozen(kw_only=True)
@@ -221,8 +224,6 @@ class OptimConfig:
       clip: largest global gradient norm; 0 does not clip.
       clip_value: largest element of a gradient, after ``clip``; 0 does not clip.
       count_zeros: count the zeros of the gradient, as the metric ``num_zeros``.
-      offload: keep masters and moments in the host's memory; each bucket's travels to its update
-        and back beside those of its neighbours.
       overrides: multipliers of ``lr`` and ``weight_decay`` by a pattern of parameter paths:
         ``[optim.overrides."embed.*"]`` with ``lr``, ``decay`` or both; the last one that says
         something counts.
@@ -247,7 +248,6 @@ class OptimConfig:
     clip: float = real(1.0)
     clip_value: float = real(0.0)
     count_zeros: bool = flag(False)
-    offload: bool = flag(False)
     overrides: dict[str, dict[str, float]] = tables("lr", "decay")
 
 

@@ -31,6 +31,7 @@ def lay_out(
     bucket_size: int | None = None,
     sharded: bool = False,
     apart: Mapping[str, Hashable] = MappingProxyType({}),
+    pad: int = flat.PAD,
 ) -> tuple[flat.Bucket, ...]:
     """The buckets of one stage's parameters.
 
@@ -42,6 +43,7 @@ def lay_out(
         bucket_size: elements after which a bucket is closed; None for one bucket per group.
         sharded: pad, so that every shard group can cut its buckets.
         apart: leaves of different values here share no bucket.
+        pad: a sharded bucket's size is a multiple of it and of the shards.
 
     Example:
         >>> specs = {"w": ParamSpec(shape=(3, 5)), "b": ParamSpec(shape=(3,))}
@@ -64,6 +66,7 @@ def lay_out(
         ],
         bucket_size=bucket_size,
         shards=math.lcm(*sizes) if sharded else None,
+        pad=pad,
     )
 
 
@@ -114,6 +117,7 @@ class GradBuffers:
             before, and the buffer has memory only from the first gradient to the reduction.
         mean: of the data ranks' gradients, which seeds have made larger by the number of these;
             collectives take the mean and what they divide by too much is multiplied before.
+        wide: 16-bit gradients are added up over ranks in float32, where sharded.
 
     Attributes:
         sums: by bucket, a reduction on its way.
@@ -133,6 +137,7 @@ class GradBuffers:
         sharded: bool = False,
         release: bool = False,
         mean: Mesh | None = None,
+        wide: bool = False,
     ) -> None:
         self.table = {path: table[path] for path in tree.flatten(specs)}
         self.buckets = tuple(buckets)
@@ -144,7 +149,7 @@ class GradBuffers:
             device=device,
             released=release,
         )
-        self.sharded, self.release, self.mean = sharded, release, mean
+        self.sharded, self.release, self.mean, self.wide = sharded, release, mean, wide
         self.guard: Callable[[GradBuffers, int], None] | None = None
         self.shards: dict[int, Tensor] = {}
         self.bucket_of = {span.path: i for i, b in enumerate(self.buckets) for span in b.spans}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from mfun.comm import all_reduce, copy
 from mfun.comm.groups import Groups
 from mfun.comm.world import Waits, World
 from mfun.grads.buffers import GradBuffers
-from mfun.grads.table import Reduction
+from mfun.grads.table import Group, Reduction
 from mfun.mesh import AxisLike, Mesh
 from mfun.spec import axis_index
 
@@ -79,7 +81,7 @@ def start_reduce(world: World, grads: GradBuffers, bucket: int) -> None:
     row, buffer = grads.row(bucket), grads.buffers[bucket]
     op = "mean" if grads.mean else "sum"
     if grads.sharded:
-        grads.sums[bucket] = world.reduce_scatter(buffer, row.shard_axes, op)
+        grads.sums[bucket] = world.reduce_scatter(buffer, row.shard_axes, op, wide=grads.wide)
         if grads.release:
             grads.reopen(bucket)
     else:
@@ -104,9 +106,11 @@ def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
         world: of this rank.
         grads: the buffers of this stage, after the last backward.
     """
-    for i in grads.order():
-        if not grads.reduced(i):
-            start_reduce(world, grads, i)
+    late = [i for i in grads.order() if not grads.reduced(i)]
+    for (axes, stages), buckets in groupby(late, key=partial(_travels, grads)):
+        with world.together(axes, stages):
+            for i in buckets:
+                start_reduce(world, grads, i)
     for i in list(grads.sums):
         if grads.release:
             grads.settle(i)
@@ -117,11 +121,21 @@ def finalize_steps(world: World, grads: GradBuffers) -> Waits[None]:
             grads.shards[i] = place.copy_(whole)
         elif whole is not grads.buffers[i]:
             grads.buffers[i].copy_(whole)
-    for i in grads.order():
+    joined: dict[int, Waits[Tensor]] = {}
+    for i in grads.order() if grads.sharded else ():
         row = grads.row(i)
-        if grads.sharded and (row.copy_axes or row.joined):
-            whole = world.all_reduce(grads.shards[i], row.copy_axes, row.joined)
-            grads.shards[i] = yield from whole
+        if row.copy_axes or row.joined:
+            joined[i] = world.all_reduce(grads.shards[i], row.copy_axes, row.joined)
+    for i, whole in joined.items():
+        grads.shards[i] = yield from whole
+
+
+def _travels(grads: GradBuffers, bucket: int) -> Group:
+    """The group of a bucket's collective; none where each is waited for before the next."""
+    if grads.release or grads.wide:
+        return (), None
+    row = grads.row(bucket)
+    return (row.shard_axes, None) if grads.sharded else row.group
 
 
 def owns(

@@ -7,6 +7,7 @@ are views of the buffers, so gathering is all that an update has to move.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -88,6 +89,23 @@ class ParamBuffers:
         version = buffer._version
         self.going[bucket] = version, self.world.gather(buffer, shard, self.axes[bucket])
 
+    def start_all(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Start to gather every bucket, in the order in which a forward uses them.
+
+        Args:
+            shards: by `shard_name`, of all buckets; may be views of the buffers.
+
+        Returns:
+            The shards in their places: on processes views of the buffers.
+        """
+        own = self.shards()
+        for i in reversed(range(len(self.buffers))):
+            place, shard = own[shard_name(i)], shards[shard_name(i)]
+            if place.data_ptr() != shard.data_ptr():
+                place.copy_(shard)
+            self.start(i, place)
+        return own
+
     def ready(self, paths: Iterable[str]) -> Waits[list[str]]:
         """Wait for the buckets of these leaves.
 
@@ -111,6 +129,11 @@ class ParamBuffers:
                 )
         return arrived
 
+    def settle(self) -> Waits[None]:
+        """Wait for all that is on its way."""
+        for bucket in list(self.going):
+            yield from self.ready([self.buckets[bucket].spans[0].path])
+
     def release(self, bucket: int) -> list[str]:
         """Give a bucket's memory up.
 
@@ -126,10 +149,12 @@ class ParamBuffers:
         Args:
             shards: by `shard_name`, of all buckets or some; may be views of the buffers.
         """
-        going = [
-            self.world.gather(buffer, shards[shard_name(i)], self.axes[i])
-            for i, buffer in enumerate(self.buffers)
-            if shard_name(i) in shards
-        ]
+        going: list[Waits[Tensor]] = []
+        given = (i for i in range(len(self.buffers)) if shard_name(i) in shards)
+        for axes, buckets in groupby(given, key=self.axes.__getitem__):
+            with self.world.together(axes):
+                going += [
+                    self.world.gather(self.buffers[i], shards[shard_name(i)], axes) for i in buckets
+                ]
         for one in going:
             yield from one

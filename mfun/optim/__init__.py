@@ -9,6 +9,7 @@ from mfun.optim.layout import Matrices, matrices_of
 from mfun.optim.lion import lion, scale_by_lion
 from mfun.optim.masters import Words, with_masters, without_masters
 from mfun.optim.muon import Matrix, muon, orthogonalise, scale_by_muon
+from mfun.optim.offload import with_offload
 from mfun.optim.precision import with_precision
 from mfun.optim.scaler import (
     LossScale,
@@ -80,6 +81,7 @@ __all__ = [
     "unscale_",
     "with_loss_scale",
     "with_masters",
+    "with_offload",
     "with_precision",
     "without_masters",
     "wsd",

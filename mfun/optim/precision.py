@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mfun.config import PrecisionConfig
 from mfun.optim.masters import Words, with_masters, without_masters
+from mfun.optim.offload import with_offload
 from mfun.optim.scaler import LossScale, constant_scale, dynamic_scale, with_loss_scale
 from mfun.optim.transform import Transform
 from mfun.rng import Key
@@ -16,6 +17,7 @@ def with_precision(
     *,
     key: Key | None = None,
     words: Words | None = None,
+    offload: bool = False,
 ) -> Transform:
     """A terminal transform as a configuration's formats need it: with masters, with a loss scale.
 
@@ -24,6 +26,7 @@ def with_precision(
       config: the section `precision`.
       key: of roundings by chance; needed where `precision.stochastic_rounding` is on.
       words: see `without_masters`.
+      offload: keep the state in the host's memory (`with_offload`); a skipped step moves nothing.
     Returns: `transform` itself where parameters and gradients are of one wide type and the loss is
       not scaled; otherwise with `with_masters` or `without_masters`, and `with_loss_scale` outside.
     Raises: ValueError for roundings by chance without a key.
@@ -44,6 +47,8 @@ def with_precision(
         chance = key if config.stochastic_rounding else None
         dtype = DTYPES["fp64" if "fp64" in (formats.params, formats.grads) else "fp32"]
         transform = without_masters(transform, dtype, key=chance, words=words)
+    if offload:
+        transform = with_offload(transform)
     rule = build_scale(config)
     return transform if rule is None else with_loss_scale(transform, rule)
 

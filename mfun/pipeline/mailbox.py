@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -126,11 +127,12 @@ class MailboxWorld:
         return out
 
     def reduce_scatter(
-        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum"
+        self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum", *, wide: bool = False
     ) -> Waits[Tensor]:
-        """By indexing; the sum is that of `all_reduce`, to the bit."""
-        x = self._within(x, tuple(axes), "sum")
-        return self.shard(x / math.prod(map(self.mesh.size, axes)) if op == "mean" else x, axes)
+        """By indexing; the sum is that of `all_reduce`, to the bit, unless it is `wide`."""
+        whole = self._within(x.float() if wide and x.itemsize < 4 else x, tuple(axes), "sum")
+        whole = whole / math.prod(map(self.mesh.size, axes)) if op == "mean" else whole
+        return self.shard(whole.to(x.dtype), axes)
         yield ""
 
     def gather(self, out: Tensor, shard: Tensor, axes: Sequence[AxisLike]) -> Waits[Tensor]:
@@ -142,6 +144,12 @@ class MailboxWorld:
             out[members] = shard[members].flatten().expand(len(members), -1)
         return out
         yield ""
+
+    def together(
+        self, axes: Sequence[AxisLike], stages: Sequence[int] | None = None
+    ) -> AbstractContextManager[None]:
+        """There are no launches."""
+        return nullcontext()
 
     def shard(self, x: Tensor, axes: Sequence[AxisLike]) -> Tensor:
         """Each rank's piece, copied."""

@@ -32,8 +32,8 @@ class Program:
         params: its parameters, nested as `stage.specs`.
         linearize: how a layer is run and pulled back.
         derivatives: "first" allows kernels without second derivatives or batching rules.
-        flat: buffers of sharded parameters, which the stream gathers; `params` are its views.
-        shards: this rank's pieces of them.
+        flat: buffers of sharded parameters, of which `params` are views; layers wait for theirs.
+        shards: this rank's pieces of them, where the stream gathers and releases them.
     """
 
     world: World
@@ -64,7 +64,7 @@ class Program:
         """Parameters by memory, where weights' gradients are taken out of autograd's hands."""
         if self.derivatives == "any":
             return None
-        return {} if self.flat else paths_by_memory(tree.flatten(self.params))
+        return {} if self.shards else paths_by_memory(tree.flatten(self.params))
 
     def gather(self, op: Gather | Release, paths: Paths | None) -> None:
         """Start to gather a bucket of parameters, or let go of it: nobody's memory is theirs."""
@@ -78,7 +78,7 @@ class Program:
 
     def ready(self, layer: Layer, paths: Paths | None) -> Waits[None]:
         """Wait for a layer's gathered parameters, and note where they lie."""
-        if self.flat is not None:
+        if self.flat is not None and (self.shards or self.flat.going):
             views = self.flat.views
             arrived = yield from self.flat.ready(tree.flatten(layer.specs))
             if paths is not None:

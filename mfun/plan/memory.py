@@ -15,7 +15,9 @@ top come, for a while:
     gathered     whole parameters of the layers at work and of `parallel.prefetch` buckets; copies
                  in the compute type
     unreduced    whole gradients of the layers at work, and of one bucket that is being reduced
-    scratch      of collectives, and of the update where types differ
+    scratch      of collectives, and of the update where types differ; with the optimizer offloaded
+                 (`parallel.offload_optimizer`) masters and moments of two neighbouring buckets or
+                 leaves, the rest being in the host's memory, which on CPU is the device's
     activations  `mfun.train.memory`
 
 A layer's own temporaries, the allocator's slack and the communication library's buffers are left
@@ -115,7 +117,8 @@ class Account:
 
     Args:
         params, grads, masters, moments: kept from step to step.
-        padding: of these, what no parameter fills.
+        host: masters and moments in the host's memory in their stead.
+        padding: of all these, what no parameter fills.
         gathered, unreduced, scratch: the most of each in a step, as in the module's docstring.
         temporary: the most of the three together.
         activations: the most by themselves.
@@ -127,6 +130,7 @@ class Account:
     grads: int
     masters: int
     moments: int
+    host: int
     padding: int
     gathered: int
     unreduced: int
@@ -191,12 +195,16 @@ def account(plan: Plan, stage: int, *, device: Device = "cpu") -> Account:
         for kind, size in part.element.held(sharding, part.n, part.elements).items():
             held[kind] += int(size)
         padding += int(sum(part.element.held(sharding, part.n, part.padding).values()))
+    host = 0
+    if plan.config.parallel.offload_optimizer and device == "cuda":
+        host, held["masters"], held["moments"] = held["masters"] + held["moments"], 0, 0
     activations = live_activations(plan, stage)
     live = [*temporaries(plan, stage, device)]
     after = [0] * (len(live) - len(activations))  # the stream's last op
     together = [t.total + a for t, a in zip(live, [*activations, *after], strict=True)]
     return Account(
         **held,
+        host=host,
         padding=padding,
         gathered=max(t.gathered for t in live),
         unreduced=max(t.unreduced for t in live),
@@ -241,7 +249,8 @@ def temporaries(plan: Plan, stage: int, device: Device = "cpu") -> Iterator[Temp
         sizes = [
             Sizes(x.elements * x.element.params, x.elements * x.element.grads, x.n) for x in cut
         ]
-        for each in replay(plan, stage, sizes, on_cpu=device == "cpu"):
+        exchanged = device == "cpu" or plan.config.parallel.wide_sums
+        for each in replay(plan, stage, sizes, exchanged=exchanged):
             yield each._replace(gathered=each.gathered + copies)
     else:
         yield from [Temporary(gathered=copies)] * len(live_activations(plan, stage))
@@ -258,7 +267,21 @@ def _computed(plan: Plan, stage: int) -> int:
 
 
 def _update(config: Config, pieces: Sequence[Part]) -> int:
-    """Copies that an update makes: all of what has another type, and one rounded leaf at a time."""
+    """Copies that an update makes: all of what has another type, and one rounded leaf at a time.
+
+    Offloaded, leaves are updated one by one, while the state of the next one arrives.
+    """
+    if not config.parallel.offload_optimizer:
+        return _converted(config, pieces)
+    states = [
+        part.elements // part.n * (part.element.masters + part.element.moments) for part in pieces
+    ]
+    together = zip(pieces, states, [*states[1:], 0], strict=True)
+    return max((_converted(config, [part]) + own + coming for part, own, coming in together))
+
+
+def _converted(config: Config, pieces: Sequence[Part]) -> int:
+    """Copies of what has another type than its update."""
     formats = config.precision.formats
     widened, rounded = 0, 0
     for part in pieces:

@@ -45,7 +45,7 @@ class Temporary(NamedTuple):
 
 
 def replay(
-    plan: Plan, stage: int, buckets: Sequence[Sizes], *, on_cpu: bool
+    plan: Plan, stage: int, buckets: Sequence[Sizes], *, exchanged: bool
 ) -> Iterator[Temporary]:
     """The worst moment of each op of a stage's stream, on layers, and then of `finalize`.
 
@@ -53,11 +53,11 @@ def replay(
         plan: a sharded layout.
         stage: which.
         buckets: of the stage.
-        on_cpu: a reduce-scatter receives a whole buffer, not only its result.
+        exchanged: a reduce-scatter receives a whole buffer, not only its result, as on CPU.
     """
     own = plan.stages[stage]
     held_by = holders(bucket_layers(own, plan.buckets(stage)))
-    grads = _Grads(buckets, on_cpu=on_cpu, release=plan.shards_grads)
+    grads = _Grads(buckets, exchanged=exchanged, release=plan.shards_grads)
     gathered: set[int] = set()
     for op in expand(plan.streams[stage], [*map(len, own.chunks)]):
         match op:
@@ -81,12 +81,12 @@ class _Grads:
 
     Args:
         buckets: their sizes.
-        on_cpu: as `replay`.
+        exchanged: as `replay`.
         release: each has memory from its first gradient to its reduction only.
     """
 
-    def __init__(self, buckets: Sequence[Sizes], *, on_cpu: bool, release: bool) -> None:
-        self._buckets, self._on_cpu, self._release = buckets, on_cpu, release
+    def __init__(self, buckets: Sequence[Sizes], *, exchanged: bool, release: bool) -> None:
+        self._buckets, self._exchanged, self._release = buckets, exchanged, release
         self._whole: set[int] = set()
         self._shards: set[int] = set()
         self._going: list[int] = []
@@ -148,4 +148,4 @@ class _Grads:
         sizes = self._buckets[i]
         if sizes.n == 1:
             return 0
-        return sizes.grads if self._on_cpu else sizes.shard
+        return sizes.grads if self._exchanged else sizes.shard

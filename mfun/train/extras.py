@@ -113,9 +113,11 @@ def bucket_size(config: Config, stage: int) -> int | None:
     """Elements at which a gradient bucket of a stage closes; None is one bucket a group.
 
     `parallel.bucket_size` is for all stages. Its default is one bucket, except where the gradients
-    are reduced during the backward and the stage is the first, which ends last.
+    are reduced during the backward or the parameters gathered during the forward, and the stage is
+    the first, which ends last.
     """
     parallel = config.parallel
     ranks = (parallel.dp or 1) * parallel.cp
-    default = choose_bucket_size(ranks, overlap=parallel.overlap, stage=stage)
+    overlap = parallel.overlap or parallel.gather_ahead
+    default = choose_bucket_size(ranks, overlap=overlap, stage=stage)
     return parallel.bucket_size or default

@@ -83,6 +83,16 @@ class Plan:
         return self.config.parallel.sharding == "optim_grads_params"
 
     @property
+    def gathers_ahead(self) -> bool:
+        """Whether updated parameters are gathered beside the next forward, layer by layer."""
+        return self.config.parallel.gather_ahead
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether a state holds this rank's shards of the parameters, not the whole of them."""
+        return self.shards_params or self.gathers_ahead
+
+    @property
     def shards_grads(self) -> bool:
         """Whether gradients are cut too: reduced microbatch by microbatch, and let go of."""
         return self.shards_params or self.config.parallel.sharding == "optim_grads"
@@ -108,6 +118,7 @@ class Plan:
             bucket_size=bucket_size(self.config, stage),
             sharded=self.sharded,
             apart=apart,
+            pad=self.config.parallel.bucket_pad,
         )
 
     def buffers(
@@ -130,6 +141,7 @@ class Plan:
             sharded=self.sharded,
             release=self.shards_grads,
             mean=self.mesh if self.config.parallel.mean_gradients else None,
+            wide=self.config.parallel.wide_sums,
         )
 
 

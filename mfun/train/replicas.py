@@ -2,6 +2,10 @@
 
 Run after initial weights are drawn or a checkpoint is loaded: replicas that start apart stay apart,
 and no later number shows it.
+
+Megatron-LM broadcasts the parameters of the first data rank at this point instead. Here they are
+drawn by global index, or read by name from one checkpoint, so ranks that differ have other code,
+another file or bad memory: a broadcast would hide what the next step brings back.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from mfun.pipeline import executor
 from mfun.pipeline.program import Program
 from mfun.schedule import Checked
 from mfun.schedule.ops import AnyOp
-from mfun.spec import ParamSpec, init_params
+from mfun.spec import ParamSpec, init_params, local_shape
 from mfun.train.plan import Dressed, Plan, dressed, forward_streams
 from mfun.train.rounding import words_by_path, words_by_shard
 from mfun.train.shards import by_shard, flat_params, shard_of, sharded_matrices
@@ -108,7 +109,8 @@ def build_optimizer(
         matrices = sharded_matrices(plan, world)
     optimizer = optim.build(config.optim, config.train.steps, groups, matrices)
     key = rng.key(config.train.seed, "rounding")
-    return optim.with_precision(optimizer, config.precision, key=key, words=words)
+    away = config.parallel.offload_optimizer
+    return optim.with_precision(optimizer, config.precision, key=key, words=words, offload=away)
 
 
 class Trainer:
@@ -129,10 +131,11 @@ class Trainer:
         self.grads: GradBuffers | None = None
         self.streams: dict[int, Dressed] = {}
         self.flat: ParamBuffers | None = None
+        self.whole_of: Any = None  # the shards whose parameters are in `flat`, or on their way
 
     def init(self) -> State:
         """Initial weights, bitwise the same in every layout, and a fresh optimizer."""
-        if self.plan.shards_params:  # bucket by bucket: the whole may be too large
+        if self.plan.holds_shards:  # bucket by bucket: the whole may be too large
             params: Any = {
                 shard_name(bucket.index): shard_of(
                     self.plan,
@@ -144,6 +147,10 @@ class Trainer:
             }
         else:
             params = self._cut(self._drawn(self.stage.specs))
+        return self.fresh(params)
+
+    def fresh(self, params: Any) -> State:
+        """Step 0 of these parameters, in this trainer's form, and a fresh optimizer."""
         return State(0, params, self.optimizer.init(self._leaves(params)))
 
     def _drawn(self, specs: Any) -> Any:
@@ -153,6 +160,29 @@ class Trainer:
             lambda coords: init_params(specs, plan.config.train.seed, plan.mesh, coords, plan.dtype)
         )
 
+    def blank(self) -> State:
+        """A state of zeros in this trainer's form, to be filled from a checkpoint."""
+        plan, world = self.plan, self.world
+        like = tree.flatten(world.build(lambda coords: tree.map(self._nothing, self.stage.specs)))
+        if plan.holds_shards:
+            params: Any = {}
+            for bucket in plan.buckets(self.stage.index):
+                path = bucket.spans[0].path
+                shards = math.prod(map(plan.mesh.size, plan.table[path].shard_axes))
+                zeros = like[path].new_zeros(*world.lead, bucket.size // shards)
+                params[shard_name(bucket.index)] = zeros
+        elif plan.sharded:
+            self.flat = flat_params(plan, world, like)
+            params = tree.unflatten(self.flat.views)
+        else:
+            params = tree.unflatten({path: x.new_zeros(x.shape) for path, x in like.items()})
+        return self.fresh(params)
+
+    def _nothing(self, spec: ParamSpec) -> Tensor:
+        """Zeros of a parameter's shape and type, in the memory of one element."""
+        one = torch.zeros((), dtype=spec.dtype_among(self.plan.dtype))
+        return one.expand(local_shape(spec, self.plan.mesh))
+
     def adopt(self, state: State) -> State:
         """A state by path, as checkpoints hold it, as this trainer runs it."""
         if not self.plan.sharded:
@@ -161,8 +191,8 @@ class Trainer:
         return state._replace(params=self._cut(state.params), opt=opt)
 
     def _cut(self, params: Any) -> Any:
-        """The parameters as the state holds them: whole, or where they are sharded too, shards."""
-        if self.plan.shards_params:
+        """The parameters as the state holds them: whole, or this rank's shards."""
+        if self.plan.holds_shards:
             return by_shard(self.plan, self.world, tree.flatten(params))
         if not self.plan.sharded:
             return params
@@ -170,7 +200,7 @@ class Trainer:
 
     def _leaves(self, params: Any) -> dict[str, Tensor]:
         """What the optimizer updates: the parameters by path, or this rank's shards of them."""
-        if self.plan.shards_params:
+        if self.plan.holds_shards:
             return params
         leaves = tree.flatten(params)
         return self._flat(leaves).shards() if self.plan.sharded else leaves
@@ -260,6 +290,8 @@ class Trainer:
             grads, state.opt, leaves, norm=norm, donate=donate, overflow=overflow
         )
         params = yield from self._gathered(new, donate)
+        if state.step + 1 >= self.plan.config.train.steps:  # nobody may come to wait for it
+            yield from self.settle()
         scaling = self.plan.config.precision.scaling
         metrics = Metrics(
             loss=_number(loss),
@@ -278,16 +310,37 @@ class Trainer:
             return None
         return int(_number((yield from num_zeros(self.world, self.grads, self.stage.specs))))
 
-    def _gathered(self, new: Mapping[str, Tensor], donate: bool) -> Waits[Any]:
+    def _gathered(self, new: dict[str, Tensor], donate: bool) -> Waits[Any]:
         """The state's parameters, from the optimizer's leaves."""
         if not self.plan.sharded:
             return tree.unflatten(new)
+        if self.plan.gathers_ahead:
+            return self._ahead(new, self.flat if donate else None)
         if self.plan.shards_params:
             return new
         if self.flat is None or not donate:
             self.flat = flat_params(self.plan, self.world, new)
         yield from self.flat.fill(new)
         return tree.unflatten(self.flat.views)
+
+    def _ahead(self, shards: dict[str, Tensor], flat: ParamBuffers | None) -> dict[str, Tensor]:
+        """Start to gather the parameters of a state that holds shards; layers wait for theirs.
+
+        Args:
+            shards: of the state.
+            flat: buffers that no other state needs; None makes new ones.
+
+        Returns:
+            The state's shards: on processes their places in the buffers.
+        """
+        self.flat = flat or flat_params(self.plan, self.world, shards)
+        self.whole_of = self.flat.start_all(shards)
+        return self.whole_of
+
+    def settle(self) -> Waits[None]:
+        """Wait for parameters that are on their way for a next step, where none comes."""
+        if self.flat is not None:
+            yield from self.flat.settle()
 
     def evaluate(self, state: State, batches: Sequence[Batch]) -> Waits[float]:
         """Mean loss per valid token of the whole batch, without dropout, on every rank."""
@@ -304,6 +357,12 @@ class Trainer:
     def _program(self, state: State) -> Program:
         """Processes take first derivatives of plain tensors; the mailbox runs under vmap."""
         kind = "any" if self.world.lead else "first"
+        if self.plan.gathers_ahead:
+            if state.params is not self.whole_of:  # not what the last step has returned
+                self._ahead(state.params, None)
+            assert self.flat is not None
+            params = tree.unflatten(self.flat.views)
+            return Program(self.world, self.stage, params, derivatives=kind, flat=self.flat)
         if not self.plan.shards_params:
             params = tree.map(self._computed, self.stage.specs, state.params)
             return Program(self.world, self.stage, params, derivatives=kind)

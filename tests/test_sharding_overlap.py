@@ -1,0 +1,58 @@
+"""Overlap, by the order of events on each rank: nothing here looks at a clock."""
+
+from __future__ import annotations
+
+import pytest
+from test_sharding import config_of
+
+from mfun.train.plan import Plan, plan
+from tests.sharding_properties import at, hidden, layer_of, recorded
+
+
+def laid(sharding: str, overlap: str, microbatches: str = "2") -> Plan:
+    """Three blocks on two data ranks, in several buckets."""
+    row = {"dp": "2", "sharding": sharding, "overlap": overlap, "microbatches": microbatches}
+    return plan(config_of({**row, "tied": "false", "bucket_size": "200"}))
+
+
+@pytest.mark.parametrize("sharding", ["no_shard", "optim"])
+def test_a_bucket_is_on_its_way_while_earlier_layers_run_backward(sharding: str) -> None:
+    """Each starts after its last gradient and before earlier layers' last; waits end the step."""
+    layout = laid(sharding, "true")
+    assert len(layout.buckets(0)) >= 4
+    for events in recorded(layout):
+        # all but the embedding's have something to hide behind
+        assert hidden(layout, events) >= len(layout.buckets(0)) - 2
+
+
+@pytest.mark.parametrize("sharding", ["no_shard", "optim"])
+def test_without_overlap_all_of_it_comes_after_the_last_backward(sharding: str) -> None:
+    """The same buckets start together at the end, before one is waited for."""
+    for events in recorded(laid(sharding, "false")):
+        kinds = [event.kind for event in events if event.kind in ("grad", "start", "wait")]
+        assert kinds == sorted(kinds, key=["grad", "start", "wait"].index)
+        assert kinds.count("start") == kinds.count("wait") >= 4
+
+
+@pytest.mark.parametrize("sharding", ["optim_grads", "optim_grads_params"])
+def test_released_gradients_travel_beside_the_next_layers(sharding: str) -> None:
+    """Of each microbatch: a bucket is waited for when the next starts, and not before."""
+    layout = laid(sharding, "true")
+    layer, buckets = layer_of(layout), layout.buckets(0)
+    for events in recorded(layout):
+        going, behind = -1, 0
+        for i, event in enumerate(events):
+            if event.kind == "wait":
+                assert event.what == going
+                started = max(at(events[:i], "start", going))
+                between = {str(e.what) for e in events[started:i] if e.kind == "grad"}
+                members = {span.path for span in buckets[going].spans}
+                assert not between & members
+                behind += any(layer[path] < layer[min(members)] for path in between)
+                going = -1
+            elif event.kind == "start":
+                assert going == -1
+                going = int(event.what)
+        starts = [event.what for event in events if event.kind == "start"]
+        assert sorted(starts) == sorted(2 * [*range(len(buckets))])
+        assert going == -1 and behind >= len(buckets)
