@@ -69,7 +69,7 @@ def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
     """For each sample of a blend, its dataset and its number there.
 
     Sample i is of the dataset whose weight_d * max(i, 1) - samples_d is largest, the first of equal
-    ones, so that at every point each has had its share to within one sample.
+    ones: at no point has one had a sample more than its share, nor, of two, a sample less.
 
     Args:
         weights: of the datasets, of any sum.

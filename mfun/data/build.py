@@ -181,7 +181,7 @@ def pieces(inputs: Sequence[Path], size: int = PIECE) -> Iterator[Piece]:
 
 
 def texts_of(piece: Piece, key: str) -> list[str]:
-    """The texts of a piece, empty ones too.
+    r"""The texts of a piece, empty ones too.
 
     Raises: DataError naming file and line.
 

@@ -237,9 +237,7 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     for part in chunks(len(documents) - 1):
         falls = np.diff(documents[part.start : part.stop + 1]) < 0
         if falls.any():
-            raise _bad(
-                path, f"has document {part.start + int(falls.argmax())} end before it begins"
-            )
+            raise _bad(path, f"ends document {part.start + int(falls.argmax())} before it begins")
 
 
 SAMPLED = 64

@@ -185,7 +185,7 @@ class Writer:
         before = len(self.lengths)
         for i in range(len(other)):
             values = other.read(i)
-            self.largest = max(self.largest, int(values.max(initial=-1)))
+            self.largest = max(self.largest, int(values.max()) if values.size else -1)
             self._append(values.tobytes(), values.size)
         for part in chunks(len(other)):
             self.lengths.frombytes(other.lengths[part].astype("=i4").tobytes())
