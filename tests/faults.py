@@ -22,6 +22,7 @@ from tests import func_properties as derivatives
 from tests import memory_properties as memory
 from tests import precision_properties as sixteen
 from tests import properties as holds
+from tests import sharding_properties as shards
 from tests.planting import Plant, all_of, edit, put, row
 from tests.properties import Property, train
 
@@ -59,6 +60,11 @@ SHARDED_PARAMS = train("dp=2 layers=2 global_batch=4 parallel.sharding=optim_gra
 SHARD_COPIES = train(
     "dp=4 layers=2 clip=0.05 parallel.sharding=optim parallel.shard_copies=2 global_batch=8"
 )
+AHEAD = train(
+    "dp=2 layers=2 global_batch=4 sharding=optim gather_ahead=true bucket_size=50 steps=3 lr=0.1",
+    "threads",
+)
+AWAY = train("steps=3 lr=0.1 parallel.offload_optimizer=true bias=all")
 SMOOTH = train("tp=2 label_smoothing=0.1 z_loss=0.01")
 DROPOUT = train("tp=2 dp=2 dropout=0.2 steps=2")
 WINDOW = train("sliding_window=2 position=none")
@@ -1852,7 +1858,7 @@ PROCESSES = (
         "an overlapped reduce-scatter keeps one summand",
         edit(
             "comm.overlap:start_reduce_scatter",
-            ("sum_exchanged(cut[axis.position], parts, axis)", "cut[axis.position]"),
+            ("sum_exchanged(own, parts, axis, over=over, wide=wide)", "own"),
         ),
         RANKS_SEQUENCE,
         "gradient off",
@@ -2380,14 +2386,14 @@ SHARDING = (
     ),
     Fault(
         "a tied leaf's shards are not added over stages",
-        edit("grads.finalize:finalize_steps", ("(row.copy_axes or row.joined)", "row.copy_axes")),
+        edit("grads.finalize:finalize_steps", ("row.copy_axes or row.joined", "row.copy_axes")),
         SHARDED,
         "gradient off|replicas",
         "the embedding group forgotten by the sharded path",
     ),
     Fault(
         "copies of shards are not added",
-        edit("grads.finalize:finalize_steps", ("(row.copy_axes or row.joined)", "row.joined")),
+        edit("grads.finalize:finalize_steps", ("row.copy_axes or row.joined", "row.joined")),
         SHARD_COPIES,
         "gradient off|replicas",
         "HSDP whose outer ranks train apart",
@@ -2419,6 +2425,85 @@ SHARDING = (
         SHARDED_PARAMS,
         "gave up",
         "a weight whose memory is another's by the time of its product",
+    ),
+    Fault(
+        "reductions wait for the end of the backward",
+        edit(
+            "pipeline.executor:train_step",
+            ("start_reduce(program.world, grads, bucket)", "pass"),
+        ),
+        shards.reduces_beside_backward,
+        "starts after",
+        "right numbers, and nothing is hidden",
+    ),
+    Fault(
+        "layers do not wait for updated parameters",
+        edit("pipeline.program:Program.ready", ("self.shards or self.flat.going", "self.shards")),
+        AHEAD,
+        "loss off",
+        "a forward on weights of which some are a step old",
+    ),
+    Fault(
+        "updated parameters are gathered when the next step begins",
+        edit(
+            "train.step:Trainer._gathered",
+            ("return self._ahead(new, self.flat if donate else None)", "return new"),
+        ),
+        shards.gathers_beside_forward,
+        "not on its way",
+        "right numbers, and less time to hide them in",
+    ),
+    Fault(
+        "all parameters are waited for by the first layer",
+        edit("grads.params:ParamBuffers.ready", ("for path in paths", "for path in self.bucket_of")),
+        shards.gathers_beside_forward,
+        "is waited for before",
+        "the same",
+    ),
+    Fault(
+        "a forward uses the parameters of another state",
+        edit(
+            "train.step:Trainer._program",
+            ("state.params is not self.whole_of", "self.whole_of is None"),
+        ),
+        shards.states_are_values,
+        "another state",
+        "validation of a state that is not the one it is said to be of",
+    ),
+    Fault(
+        "buffers of a state that stays valid are filled again",
+        edit("train.step:Trainer._gathered", ("self.flat if donate else None", "self.flat")),
+        shards.states_are_values,
+        "old state",
+        "a step without donation that changes what it was given",
+    ),
+    Fault(
+        "the last step leaves parameters on their way",
+        edit("train.step:Trainer.step", ("yield from self.settle()", "pass")),
+        shards.nothing_is_left_on_its_way,
+        "on their way",
+        "a rank that is gone before its messages are",
+    ),
+    Fault(
+        "memory that comes back is not cleared",
+        edit("grads.buffers:GradBuffers._allocate", ("buffer[..., end:].zero_()", "pass")),
+        shards.padding_is_zero,
+        "the norm",
+        "a norm with other tensors' rests in it",
+    ),
+    Fault(
+        "16-bit sums are rounded after each rank",
+        edit("comm.exchange:sum_exchanged", ("if wide and own.itemsize < 4:", "if False:")),
+        shards.wide_sums_round_once,
+        "the sum of",
+        "small gradients vanish beside large ones, the more ranks the more",
+    ),
+    Fault(
+        "buckets have their usual padding",
+        edit("train.plan:Plan.buckets", ("self.config.parallel.bucket_pad", "128")),
+        shards.buckets_have_the_asked_padding,
+        "no multiples",
+        "an option that does nothing",
     ),
 )
 
@@ -2474,6 +2559,29 @@ MEMORY = (
         memory.said("optim", "model.hidden=40"),
         "params: ",
         "off by little, in every layout",
+    ),
+    Fault(
+        "the account forgets the states that travel",
+        edit("plan.memory:_update", ("+ own + coming", "")),
+        memory.said("optim", "parallel.offload_optimizer=true"),
+        "at the worst moment",
+        "out of memory in the update",
+    ),
+    Fault(
+        "moments do not come back from the device",
+        edit("optim.offload:_stored", ("_to_host(x, there[path])", "there[path]")),
+        AWAY,
+        "parameter off",
+        "an optimizer without a memory",
+    ),
+    Fault(
+        "a leaf brings the moments of all",
+        edit(
+            "optim.offload:_only", ("{path: node[path]} if path in node else {}", "dict(node)")
+        ),
+        AWAY,
+        "parameter off",
+        "moments of a step ago put over new ones",
     ),
     Fault(
         "Megatron's names are unknown",
