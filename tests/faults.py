@@ -2455,7 +2455,9 @@ SHARDING = (
     ),
     Fault(
         "all parameters are waited for by the first layer",
-        edit("grads.params:ParamBuffers.ready", ("for path in paths", "for path in self.bucket_of")),
+        edit(
+            "grads.params:ParamBuffers.ready", ("for path in paths", "for path in self.bucket_of")
+        ),
         shards.gathers_beside_forward,
         "is waited for before",
         "the same",
@@ -2576,9 +2578,7 @@ MEMORY = (
     ),
     Fault(
         "a leaf brings the moments of all",
-        edit(
-            "optim.offload:_only", ("{path: node[path]} if path in node else {}", "dict(node)")
-        ),
+        edit("optim.offload:_only", ("{path: node[path]} if path in node else {}", "dict(node)")),
         AWAY,
         "parameter off",
         "moments of a step ago put over new ones",
