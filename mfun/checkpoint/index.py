@@ -96,7 +96,7 @@ def index_text(index: Index) -> bytes:
             lines.append(f"{json.dumps(key)}: {{\n" + ",\n".join(rows) + "\n}")
         else:
             lines.append(f"{json.dumps(key)}: {_dump(value)}")
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    return ("{\n" + ",\n".join(lines) + "\n}").encode()
 
 
 def _dump(value: Any) -> str:

@@ -115,7 +115,7 @@ def open_checkpoint(folder: Path, expected: Expected, rules: Rules = STRICT) -> 
             f"{folder} does not fit this model: {'; '.join(wrong)}. Resume with the configuration "
             "that saved it (config.toml of the run), or say which tensors may differ"
         )
-    return Opened(folder, index, {n: s for n, s in names.items() if n in expected})
+    return Opened(folder, index, {n: names[n] for n in expected if n in names})
 
 
 def _renamed(index: Index, rules: Rules) -> tuple[dict[str, str], list[str]]:
