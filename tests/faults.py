@@ -2565,7 +2565,7 @@ MEMORY = (
     Fault(
         "the account forgets the states that travel",
         edit("plan.memory:_update", ("+ own + coming", "")),
-        memory.said("optim", "parallel.offload_optimizer=true"),
+        memory.said("no_shard", "parallel.offload_optimizer=true"),
         "at the worst moment",
         "out of memory in the update",
     ),
