@@ -212,7 +212,7 @@ def test_end_of_document_resets_equal_a_walk(docs, resets, tmp_path_factory):
     if sum(len(doc) + 1 for doc in docs) < 6:
         return
     share = Share(data.open_indexed(path), range(len(docs)), "x")
-    source = Built(shares=(share,), eod=0)
+    source = Built(shares=(share,), eod=(0,))
     got = data.batch(source, seed=0, first=0, count=3, seq_len=5, resets=sorted(resets))
     for row, tokens in enumerate(drawn(source, range(3), seq_len=5)):
         positions, starts, mask = expected_resets(tokens, 0)
@@ -246,11 +246,11 @@ def test_the_end_of_a_document_is_the_datasets_own_or_given(tmp_path):
     docs = [[1, 9, 2, 3, 9, 4, 5, 6, 7, 9]]
     one = write(tmp_path / "x", docs, About(eod=9))
     two = write(tmp_path / "y", docs, About(eod=8))
-    assert open_data(small(f"data.path={one}", "data.val_fraction=0"))[0].eod == 9
+    assert open_data(small(f"data.path={one}", "data.val_fraction=0"))[0].eod == (9,)
     both = f"data.path={one},{two}"
     with pytest.raises(DataError, match=r"end documents by different tokens, \[8, 9\]"):
         open_data(small(both))
-    assert open_data(small(both, "data.eod=3", "data.val_fraction=0"))[0].eod == 3
+    assert open_data(small(both, "data.eod=3,9", "data.val_fraction=0"))[0].eod == (3, 9)
 
 
 def test_made_up_data_needs_no_file():

@@ -414,7 +414,7 @@ if installed():
         numbers = np.arange(30, dtype=np.int32)
         theirs = peer.dataset(tmp_path / "x", numbers, **how, **dict.fromkeys(names, True))
         share = data.Share(data.open_indexed(tmp_path / "x"), range(30), "x")
-        source = data.Built(shares=(share,), samples=40, eod=0)
+        source = data.Built(shares=(share,), samples=40, eod=(0,))
         ours = data.batch(source, seed=3, first=0, count=40, seq_len=9, packed=True)
         for n in range(40):
             other = {name: x.tolist() for name, x in theirs[n].items()}

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from mfun.config.fields import choice, choices, flag, real, reals, text, texts, whole
+from mfun.config.fields import choice, choices, flag, real, reals, text, texts, whole, wholes
 
 Reset = Literal["positions", "attention", "loss"]
 Reading = Literal["each", "first"]
@@ -29,8 +29,8 @@ class DataConfig:
       packed: attention, positions and loss restart at each document, as ``reset`` of all three.
       reset: what restarts: positions, attention, or loss, which leaves out each document's first
         token.
-      eod: token that ends a document; -1 is the dataset's own, and without one each sequence is a
-        document.
+      eod: tokens that end a document; empty is the dataset's own, and without one each sequence is
+        a document.
       keep_partial: the last tokens of the validation part, too few for a sample, are a shorter one.
       samples: of datasets that are ordered together; filled in by a run with what it needs, so that
         a longer run takes the same ones first.
@@ -50,7 +50,7 @@ class DataConfig:
     mock: bool = flag(False)
     packed: bool = flag(False)
     reset: tuple[Reset, ...] = choices(Reset)
-    eod: int = whole(-1, least=-1)
+    eod: tuple[int, ...] = wholes()
     keep_partial: bool = flag(False)
     samples: int = whole(0)
     cache: str = text("")

@@ -110,7 +110,7 @@ class Built:
         samples: to order together.
         hash: of all datasets that were opened together, as `Corpus.hash`.
         largest: the greatest token as far as it is known, else -1; reading looks at each.
-        eod: token that ends a document; None takes each sequence for one.
+        eod: tokens that end a document; empty takes each sequence for one.
         partial: the end of the stream, shorter than a sample, is a sample.
         cache: folder of the indices; None keeps them in memory.
     """
@@ -120,7 +120,7 @@ class Built:
     samples: int | None = None
     hash: str = ""
     largest: int = -1
-    eod: int | None = None
+    eod: tuple[int, ...] = ()
     partial: bool = False
     cache: Path | None = None
     _orders: dict[tuple[int, int], Order] = attrs.field(factory=dict, init=False, repr=False)
@@ -213,9 +213,9 @@ class Built:
                 token_bw[row, at : at + piece.size] = piece
                 document_bw[row, at : at + piece.size] = document
                 at += piece.size
-        if self.eod is not None:
-            ended_bw = (token_bw == self.eod).cumsum(1)
-            document_bw = ended_bw - (token_bw == self.eod)
+        if self.eod:
+            ends_bw = np.isin(token_bw, self.eod)
+            document_bw = ends_bw.cumsum(1) - ends_bw
         return [token_bw, document_bw]
 
     def _pieces(self, number: int, seed: int, seq_len: int) -> list[np.ndarray]:

@@ -49,7 +49,7 @@ def prefix_of(path: str | Path) -> Path:
 
 def file_of(prefix: Path, ending: str) -> Path:
     """X.idx of X; a dot inside X is part of its name."""
-    return prefix.with_name(prefix.name + ending)
+    return Path(f"{prefix}{ending}")
 
 
 def is_indexed(path: str | Path) -> bool:

@@ -124,7 +124,7 @@ def open_built(
     abouts = [read_about(path) for path in (*data.path, *data.val_path)]
     how: dict[str, Any] = {
         "hash": _hash([*opened, *extra], data),
-        "eod": vocab - 1 if data.mock else _eod(data, abouts),
+        "eod": (vocab - 1,) if data.mock else _eod(data, abouts),
         "largest": max([about.largest for about in abouts], default=-1),
         "cache": _cache(data),
     }
@@ -176,9 +176,9 @@ def _hash(opened: Sequence[Sequences], data: DataConfig) -> str:
     return f"{state.hexdigest()}-{documents}-{tokens}"
 
 
-def _eod(data: DataConfig, abouts: Sequence[About]) -> int | None:
-    """The token that ends a document: given, or what the datasets agree on."""
-    if data.eod >= 0:
+def _eod(data: DataConfig, abouts: Sequence[About]) -> tuple[int, ...]:
+    """The tokens that end a document: given, or what the datasets agree on."""
+    if data.eod:
         return data.eod
     known = {about.eod for about in abouts}
     if len(known) > 1:
@@ -187,7 +187,7 @@ def _eod(data: DataConfig, abouts: Sequence[About]) -> int | None:
             "data.eod, or build them with one tokenizer"
         )
     eod = known.pop() if known else -1
-    return eod if eod >= 0 else None
+    return (eod,) if eod >= 0 else ()
 
 
 def _cache(data: DataConfig) -> Path | None:

@@ -80,6 +80,8 @@ class Writer:
 
     def __init__(self, path: str | Path, dtype: np.dtype, *, modes: bool = False) -> None:
         self.prefix, self.dtype = prefix_of(path), np.dtype(dtype)
+        if self.prefix.name in ("", "..") or self.prefix.is_dir():
+            raise DataError(f"{path} is a folder: name a dataset in it, as {self.prefix / 'mine'}")
         self.lengths, self.documents = array("i"), array("q", [0])
         self.modes = array("b") if modes else None
         self.tokens, self.largest = 0, -1
