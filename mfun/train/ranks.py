@@ -234,14 +234,15 @@ def joined(place: Place, device: torch.device, timeout_s: float) -> Iterator[Pee
 
 def _init(place: Place, device: torch.device, timeout_s: float) -> None:
     where = f"tcp://{place.address[0]}:{place.address[1]}" if place.address else "env://"
-    cuda = device.type == "cuda"
+    cuda, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     try:
+        store, rank, world = next(dist.rendezvous(where, place.rank, place.world, timeout=timeout))
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=where,
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=timeout_s),
+            store=dist.PrefixStore(_attempt(os.environ, world), store),
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
             device_id=device if cuda else None,
         )
     except dist.DistNetworkError as error:
@@ -255,6 +256,15 @@ def _init(place: Place, device: torch.device, timeout_s: float) -> None:
             f"rank {place.rank} waited {timeout_s:g} s (train.timeout_s) at {_meeting(place)} but "
             f"not all {place.world} ranks came; under SLURM start every rank with srun. ({error})"
         ) from error
+
+
+def _attempt(environ: Mapping[str, str], world: int) -> str:
+    """What the ranks of one start call themselves.
+
+    torchrun's store outlives its ranks and still holds the addresses of those that were killed, so
+    ranks that it starts again must not read what these wrote.
+    """
+    return f"attempt-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{world}"
 
 
 def _meeting(place: Place) -> str:

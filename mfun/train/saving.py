@@ -10,7 +10,7 @@ checkpoint, cut as the ranks hold them:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mfun import checkpoint, flat, optim, rng, tree
 from mfun import config as cfg
-from mfun.checkpoint import CheckpointError, Order, Piece, Rules
+from mfun.checkpoint import CheckpointError, Order, Piece, Rules, check_files
 from mfun.checkpoint.pieces import whole
 from mfun.comm.process import ProcessWorld
 from mfun.grads.table import Group
@@ -111,12 +111,40 @@ def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) ->
         _check_position(plan, opened)
     state = trainer.init() if rules.missing else trainer.blank()
     mine = held(trainer, state)
-    parts = checkpoint.fill(opened, {part.name: (part.piece, part.tensor) for part in mine})
-    if peers.any(parts):  # these were not compared with a hash, so ranks share the reading of all
-        files = sorted(opened.index.files)[peers.place.rank :: peers.place.world]
-        checkpoint.check_files(opened.folder, opened.index, files)
+    read(opened, mine, peers)
     opt = _restored(plan, state.opt, mine, opened.index.scalars, rules)
     return State(opened.index.step, state.params, opt)
+
+
+def read(opened: checkpoint.Opened, parts: Sequence[Held], peers: Peers) -> None:
+    """Fill this rank's parts; every rank calls this.
+
+    Pieces that some rank reads in part are not compared with their hashes thereby, so ranks then
+    share the reading of all files.
+
+    Raises:
+        CheckpointError or OSError: on every rank, if a file is damaged.
+    """
+    names = {part.name: (part.piece, part.tensor) for part in parts}
+    some = _agreed(peers, opened, lambda: checkpoint.fill(opened, names))
+    if peers.any(some):
+        files = sorted(opened.index.files)[peers.place.rank :: peers.place.world]
+        _agreed(peers, opened, lambda: bool(check_files(opened.folder, opened.index, files)))
+
+
+def _agreed(peers: Peers, opened: checkpoint.Opened, work: Callable[[], bool]) -> bool:
+    """What this rank's work gives, once it has succeeded on all ranks."""
+    failure: Exception | None = None
+    done = False
+    try:
+        done = work()
+    except (CheckpointError, OSError) as error:
+        failure = error
+    if peers.any(failure is not None):
+        raise failure or CheckpointError(
+            f"{opened.folder} was not loaded: another rank failed, see its error"
+        )
+    return done
 
 
 def held(trainer: Trainer, state: State) -> list[Held]:
