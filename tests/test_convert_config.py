@@ -40,10 +40,9 @@ def test_options_left_out_have_the_defaults_of_transformers(name: str) -> None:
     makes of it."""
     table = GPT2 if name == "gpt2" else SHARED
     keys = {*table, *DEFAULTS.get(name, {}), "rope_theta"}
-    full = {key: value for key, value in transformers.AutoConfig.for_model(name).to_dict().items()}
-    if name != "gpt2":  # small numbers that are no defaults
-        rotary = {"rope_type": "default", "rope_theta": 7.0}
-        full |= {**LLAMA, "rms_norm_eps": 1e-3, "rope_parameters": rotary}
+    small = {} if name == "gpt2" else {**LLAMA, "hidden_size": 32, "num_attention_heads": 8}
+    full = transformers.AutoConfig.for_model(**{**small, "model_type": name}).to_dict()
+    full.pop("layer_types", None)  # as many as there are layers
     for taken in ("", *keys):
         given = {k: v for k, v in full.items() if k != taken and (taken or k == "model_type")}
         given["model_type"] = name
@@ -185,7 +184,7 @@ def expressible(draw: st.DrawFn) -> ModelConfig:
         position="rotary",
         norm="rmsnorm",
         activation="swiglu",
-        bias={"biased": "all", "qwen2": "qkv"}.get(kind, "none"),
+        bias="all" if kind == "biased" else "qkv" if kind == "qwen2" else "none",
         qk_norm=kind == "qwen3",
         sliding_window=pick(0, 5) if kind in ("mistral", "qwen2", "qwen3") else 0,
         rope_theta=pick(1e4, 5e5),

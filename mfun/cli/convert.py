@@ -28,8 +28,9 @@ FAMILIES
 FROM A DOWNLOADED MODEL TO A TUNED ONE
   mfun convert from-hf Llama-3.2-1B llama
   mfun inspect llama --stats
+  mfun data build mine.jsonl data/mine --tokenizer llama/hf/tokenizer.json
   mfun train llama/config.toml parallel.tp=2 parallel.pp=2 model.seq_len=2048 \\
-      data.path=mine.txt --run-dir runs/tuned
+      data.path=data/mine optim.lr=1e-5 --run-dir runs/tuned
   mfun sample runs/tuned --prompt "def "
   mfun convert to-hf runs/tuned Llama-tuned
 """,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from pathlib import Path
 
 import click
@@ -36,22 +35,32 @@ EXAMPLES
     help="Draw among so many of the likeliest; 0 among all.",
 )
 @click.option("--seed", default=0, show_default=True, type=int, help="Another seed, another text.")
-def command(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+@click.option(
+    "--tokenizer", default="", help="bytes or a tokenizer.json; by default the run's own."
+)
+def command(
+    run: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    tokenizer: str,
+) -> None:
     """Write text with the newest checkpoint of the run in folder RUN.
 
     The checkpoint may be of any layout; it is put together on one device. It may be written while
     the run goes on.
     """
     from mfun.train.failure import EXPECTED
-    from mfun.train.sampling import generate, open_model
+    from mfun.train.sampling import generate, open_model, texts
 
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     try:
-        model = open_model(run)
+        model = open_model(run, tokenizer)
         click.echo(prompt, nl=False)
         drawn = generate(model, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-        for token in drawn:
-            click.echo(decoder.decode(bytes([token])), nl=False)
-        click.echo(decoder.decode(b"", final=True))
+        for text in texts(model.tokenizer, drawn):
+            click.echo(text, nl=False)
+        click.echo()
     except EXPECTED as error:
         raise click.ClickException(str(error)) from error

@@ -16,7 +16,7 @@ from mfun.checkpoint import CheckpointError, Disk
 from mfun.checkpoint.format import header
 from mfun.config import ModelConfig, from_toml
 from mfun.convert.families import Family, HFError, sizes_of
-from mfun.convert.folder import BESIDE, draft, keep_beside, refuse_used, tensor_bytes
+from mfun.convert.folder import draft, keep_beside, origins, refuse_used, tensor_bytes
 from mfun.convert.importing import Converted, Told, _nothing
 from mfun.convert.matching import specs_of
 from mfun.convert.read_config import canonical, differences, read_config
@@ -108,8 +108,7 @@ def _model_at(run: Path) -> tuple[Source, ModelConfig]:
 def _origin(run: Path, source: Source) -> Path | None:
     """What stood beside the weights that the model was converted from, or trained on from."""
     assert source.index is not None
-    start = from_toml(source.index.config).train.init_from
-    places = [run / BESIDE, *([Path(start) / BESIDE] if start else [])]
+    places = origins(run, from_toml(source.index.config))
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 

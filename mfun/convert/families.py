@@ -6,7 +6,7 @@ from their dims to ours; read backwards it is the export. mfun's rotary embeddin
 pairs as theirs (j and j + k/2 of a head), so no row is permuted.
 
 Dim letters: v vocabulary, s sequence, d model, h query heads, g key and value heads, k head dim,
-f feed-forward, n of stacked tensors.
+f feed-forward, n how many are stacked (in one tensor: queries, keys and values).
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
         "g": model.kv,
         "k": model.head_size,
         "f": model.ffn_size,
+        "n": 3,
     }
 
 

@@ -6,12 +6,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mfun.checkpoint import Disk
 from mfun.checkpoint.folder import temporary
+from mfun.config import Config
 from mfun.convert.families import HFError
 from mfun.inspect.weights import MANY
 
@@ -50,7 +52,7 @@ def draft(out: Path) -> Iterator[Path]:
 
 def keep_beside(source: Path, target: Path) -> None:
     """Copy configuration and tokenizer of a Hugging Face folder; weights and code stay behind."""
-    target.mkdir()
+    target.mkdir(exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.suffix in KEPT and path.name != MANY and path.stat().st_size <= LARGEST:
             if path.is_file():
@@ -59,4 +61,17 @@ def keep_beside(source: Path, target: Path) -> None:
 
 def tensor_bytes(x: Tensor) -> memoryview:
     """The bytes of a tensor, row-major."""
-    return memoryview(x.contiguous().view(-1).view(torch.uint8).numpy())
+    data: Any = x.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def origins(run: Path, config: Config) -> list[Path]:
+    """Where what stood beside the weights may be: in a run's folder, or in that it began from."""
+    start = config.train.init_from
+    return [run / BESIDE, *([Path(start) / BESIDE] if start else [])]
+
+
+def tokenizer_file(run: Path, config: Config) -> Path | None:
+    """The tokenizer of the Hugging Face model that a run has, or began from."""
+    files = (origin / "tokenizer.json" for origin in origins(run, config))
+    return next((file for file in files if file.is_file()), None)

@@ -66,19 +66,23 @@ GPT2_GELUS = {
     "gelu_python": "gelu",
 }
 
+EVERYWHERE: Options = {
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+}
+"""Options of every family of which mfun has one value, which is also their default."""
 ONLY: dict[str, Options] = {
-    "gpt2": {
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     "llama": {"hidden_act": "silu", "attention_dropout": 0.0},
     "mistral": {"hidden_act": "silu", "attention_dropout": 0.0},
     "qwen2": {"hidden_act": "silu", "attention_dropout": 0.0},
     "qwen3": {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False},
     "mixtral": {"hidden_act": "silu", "attention_dropout": 0.0},
 }
-"""Options of which mfun has one value, which is also their default."""
+"""Such options of a family."""
 
 OPTIONAL = {"num_key_value_heads", "head_dim", "n_inner", "sliding_window"}
 """Options that may be null, whatever their default."""
@@ -95,6 +99,7 @@ IGNORED = {
     # of one family
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     *("summary_first_dropout", "reorder_and_upcast_attn", "n_ctx"),
+    *("num_experts_per_tok", "num_local_experts", "num_experts"),
     *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
 }
 """Options that say nothing about the values a dense model computes."""

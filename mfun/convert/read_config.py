@@ -17,6 +17,7 @@ from mfun.config.fields import did_you_mean
 from mfun.convert.families import FAMILIES, Family, HFError
 from mfun.convert.options import (
     DEFAULTS,
+    EVERYWHERE,
     GPT2,
     GPT2_DROPS,
     GPT2_GELUS,
@@ -75,7 +76,7 @@ def read_model(family: Family, config: Mapping[str, Any]) -> ModelConfig:
     """
     options = _Options(family.name, config)
     fields = _gpt2(options) if family.name == "gpt2" else _dense(options)
-    for key, value in ONLY[family.name].items():
+    for key, value in (EVERYWHERE | ONLY[family.name]).items():
         options.only(key, value)
     options.finish()
     try:

@@ -65,7 +65,8 @@ class Weight:
         """So many elements in a row, row-major, from the first on: (count,)."""
         size = self.torch_dtype.itemsize
         out = torch.empty(count * size, dtype=torch.uint8)
-        view = memoryview(out.numpy())
+        data: Any = out.numpy()
+        view = memoryview(data)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.begin + first * size)
             while view:

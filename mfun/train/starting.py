@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from mfun import checkpoint
+from mfun import checkpoint, convert, data
 from mfun.checkpoint import CheckpointError, Index, Rules
-from mfun.config import from_toml
+from mfun.config import Config, from_toml
 from mfun.convert.read_config import differences
 from mfun.train import saving
 from mfun.train.plan import Plan
@@ -31,6 +31,7 @@ def start(trainer: Trainer, peers: Peers) -> State:
     folder = newest(Path(plan.config.train.init_from))
     index = checkpoint.read_index(folder)
     _check_model(plan, folder, index)
+    _check_tokens(plan.config)
     opened = checkpoint.open_checkpoint(
         folder, _expected(plan, index), Rules(unexpected=("opt.*",))
     )
@@ -67,6 +68,16 @@ def _check_model(plan: Plan, folder: Path, index: Index) -> None:
         raise CheckpointError(
             f"{folder} is of another model: model.{listed}. Give this run the model of its "
             "config.toml"
+        )
+
+
+def _check_tokens(config: Config) -> None:
+    """A model that has a tokenizer would learn nothing from bytes."""
+    file = convert.tokenizer_file(Path(config.train.init_from), config)
+    if file is not None and not data.are_built(config.data):
+        raise data.DataError(
+            f"data.path is text, read as bytes, but the model's tokens are those of {file}: "
+            f"make a dataset by `mfun data build TEXT X --tokenizer {file}` and set data.path=X"
         )
 
 
