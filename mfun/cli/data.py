@@ -217,6 +217,11 @@ def _show_samples(data: Indexed, words: Tokenizer, numbers: range, seq_len: int,
 
     from mfun.data.megatron import build_index, read_sample
 
+    if data.tokens < seq_len + 1:
+        raise click.ClickException(
+            f"{data.prefix} has {data.tokens} tokens, too few for a sample of {seq_len} + 1: lower "
+            "--seq-len"
+        )
     index = build_index(
         data.lengths, np.arange(len(data)), seq_len=seq_len, samples=None, seed=seed
     )

@@ -6,15 +6,16 @@ Shape suffixes: b batch, s sequence (= seq_len), w window (= s + 1).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from mfun.data.corpus import VOCAB, DataError
 
-Batch = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Batch = dict[str, "Tensor"]
 Rows = dict[str, np.ndarray]
 RESETS = ("positions", "attention", "loss")
 """What may start anew at each document."""
@@ -128,6 +129,8 @@ def batch(
 
 def tensors(rows: Mapping[str, np.ndarray]) -> Batch:
     """Arrays as tensors, without a copy."""
+    import torch  # here only: what builds and shows datasets starts without it
+
     return {name: torch.from_numpy(value) for name, value in rows.items()}
 
 
@@ -236,7 +239,7 @@ def rank_samples(consumed: int, dp_index: int, dp: int, global_batch: int) -> np
 
 def cut(whole: Batch, microbatch_sizes: Sequence[int]) -> list[Batch]:
     """A rank's rows as its microbatches."""
-    pieces = {name: torch.split(value, list(microbatch_sizes)) for name, value in whole.items()}
+    pieces = {name: value.split(list(microbatch_sizes)) for name, value in whole.items()}
     return [{name: p[i] for name, p in pieces.items()} for i in range(len(microbatch_sizes))]
 
 

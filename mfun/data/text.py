@@ -6,13 +6,14 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from mfun.data.corpus import Corpus, DataError, join
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NOT_SOURCES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 _GENERATED = ("_sysconfigdata", "config-")  # made when Python was built: differ by machine
@@ -126,6 +127,8 @@ def encode(text: str) -> Tensor:
         >>> encode("hé").tolist()
         [104, 195, 169]
     """
+    import torch
+
     return torch.tensor(list(text.encode()), dtype=torch.int64)
 
 
@@ -136,5 +139,5 @@ def decode(tokens: bytes | Sequence[int] | np.ndarray | Tensor) -> str:
         >>> decode([104, 195, 169])
         'hé'
     """
-    ids = tokens.tolist() if isinstance(tokens, (Tensor, np.ndarray)) else tokens
+    ids = tokens if isinstance(tokens, Sequence) else tokens.tolist()
     return bytes(ids).decode(errors="replace")
