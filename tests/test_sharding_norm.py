@@ -48,10 +48,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def allowed(row: Row) -> bool:
-    """Copies are of the shards of half the data ranks; 16 ranks are the most."""
+    """Copies are of the shards of half the data ranks; 8 ranks are the most."""
     copies = row.get("shard_copies") == "2"
     odd = copies and (row.get("dp") in ("1", "3") or row.get("sharding") == "no_shard")
-    return not odd and math.prod(int(row.get(a, "1")) for a in ("tp", "pp", "dp")) <= 16
+    return not odd and math.prod(int(row.get(a, "1")) for a in ("tp", "pp", "dp")) <= 8
 
 
 def small(row: Row) -> Config:
