@@ -21,13 +21,15 @@ from test_sharding import (
     whole,
 )
 from test_verify import on_a_rank
-from threads import in_threads
+from threads import in_threads, on_threads
 
 from mfun import config as cfg
-from mfun.comm import finish
+from mfun.comm import ProcessWorld, finish
 from mfun.config import Config, ConfigError, load
+from mfun.grads import needed_groups
 from mfun.train.plan import Plan, plan
 from mfun.train.step import Trainer
+from mfun.verify.batches import rank_batches
 from mfun.verify.compare import RankResult, judge
 from mfun.verify.run import in_mailbox, reference_history
 from tests.pairwise import Row, covering
@@ -149,6 +151,21 @@ def test_a_state_is_whole_whatever_is_on_its_way(sharding: str) -> None:
     want, _ = finish(late.step(want, batches(6)))
     assert equal(whole(early, three), whole(late, want))
     assert finish(early.evaluate(state, batches(9))) != finish(late.evaluate(want, batches(9)))
+
+
+def test_a_shard_may_be_read_as_a_checkpoint_reads_it() -> None:
+    """By numpy, which pins the memory of what it looks at to its size."""
+    layout = plan(ahead({"dp": "2", "sharding": "optim"}))
+
+    def main(groups: Any) -> float:
+        trainer = Trainer(layout, ProcessWorld(groups))
+        batches = rank_batches(layout.config, trainer.world.coords, 0)  # type: ignore[attr-defined]
+        state, _ = finish(trainer.step(trainer.init(), batches))
+        assert [x.numpy().size for x in state.params.values()]
+        return finish(trainer.step(state, batches))[1].loss
+
+    one, two = on_threads(layout.mesh, main, needed_groups(layout.table, layout.mesh))
+    assert one == two
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)

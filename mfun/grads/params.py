@@ -85,7 +85,8 @@ class ParamBuffers:
         use what its forward has saved. (The backend writes, and counts versions, when it likes.)
         """
         buffer = self.buffers[bucket]
-        buffer.untyped_storage().resize_(buffer.nbytes)
+        if not buffer.untyped_storage().size():  # who has seen it as numpy's may not resize it
+            buffer.untyped_storage().resize_(buffer.nbytes)
         version = buffer._version
         self.going[bucket] = version, self.world.gather(buffer, shard, self.axes[bucket])
 
