@@ -14,9 +14,11 @@ import torch
 
 from mfun.comm import p2p
 from mfun.comm.collectives import DUALS, Rule
+from mfun.convert import Row
 from mfun.grads.table import Kind
 from mfun.pipeline import mailbox
 from mfun.schedule import Recv, Send
+from tests import convert_properties as convert
 from tests import extras_properties as inserted
 from tests import func_properties as derivatives
 from tests import memory_properties as memory
@@ -2487,6 +2489,13 @@ SHARDING = (
         "a rank that is gone before its messages are",
     ),
     Fault(
+        "a gather resizes what others have seen",
+        edit("grads.params:ParamBuffers.start", ("if not buffer.untyped_storage().size()", "if 1")),
+        shards.read_as_arrays,
+        "not resizable",
+        "a run that ends at its first checkpoint",
+    ),
+    Fault(
         "memory that comes back is not cleared",
         edit("grads.buffers:GradBuffers._allocate", ("buffer[..., end:].zero_()", "pass")),
         shards.padding_is_zero,
@@ -2690,6 +2699,132 @@ TRANSFORMS = (
     ),
 )
 
+CONVERSION = (
+    Fault(
+        "keys and values change places",
+        row(
+            "convert.families:_LLAMA_ROWS",
+            "blocks.{i}.attn.kv",
+            Row(
+                (
+                    "model.layers.{i}.self_attn.v_proj.weight",
+                    "model.layers.{i}.self_attn.k_proj.weight",
+                ),
+                "(g k) d -> g k d",
+            ),
+        ),
+        convert.llama_is_read,
+        "k is another",
+        "a converted model that runs and is another",
+    ),
+    Fault(
+        "gate and up change places",
+        edit(
+            "convert.families:Row.join",
+            ("rearrange([*tensors]", "rearrange([*tensors][::-1]"),
+        ),
+        convert.llama_is_read,
+        "(k|gate) is another",
+        "the same",
+    ),
+    Fault(
+        "c_attn by head first",
+        row(
+            "convert.families:_GPT2_ROWS",
+            "blocks.{i}.attn.qkv",
+            Row(("transformer.h.{i}.attn.c_attn.weight",), "d (h n k) -> n h k d"),
+        ),
+        convert.gpt2_is_read,
+        "q is another",
+        "the same, by the order of another checkpoint's version",
+    ),
+    Fault(
+        "an export in another order",
+        edit("convert.families:Row.split", ("stacked.unbind(0)]", "stacked.unbind(0)][::-1]")),
+        convert.bits_come_back,
+        "tensors differ",
+        "an export that loads and is another model",
+    ),
+    Fault(
+        "the older way of writing rope scaling is passed over",
+        edit("convert.read_config:_rope", ("dict(old or new or {})", "dict(new or {})")),
+        convert.options_are_read,
+        "rope_scaling is 'none'",
+        "right on short prompts, wrong on long ones",
+    ),
+    Fault(
+        "epsilon is the default",
+        edit(
+            "convert.read_config:_dense",
+            ("fields = {", 'options.config = {**options.config, "rms_norm_eps": 1e-6}; fields = {'),
+        ),
+        convert.options_are_read,
+        "norm_eps is 1e-06",
+        "a small constant difference of the logits",
+    ),
+    Fault(
+        "unknown options are passed over",
+        edit("convert.read_config:_Options.finish", ("if key not in self.taken", "if False")),
+        convert.strange_folders_are_refused,
+        "softcap is accepted",
+        "a model whose values no other tool has",
+    ),
+    Fault(
+        "tensors too many are passed over",
+        edit(
+            "convert.matching:match",
+            ("[_unexpected(family, name) for name in left]", "[]"),
+        ),
+        convert.strange_folders_are_refused,
+        "adapter is accepted",
+        "an adapter that is silently left out",
+    ),
+    Fault(
+        "a second table is not compared",
+        edit(
+            "convert.matching:_second_table", ("same = (head.dtype", "same = True or (head.dtype")
+        ),
+        convert.strange_folders_are_refused,
+        "lm_head.weight is accepted",
+        "a head that is silently dropped",
+    ),
+    Fault(
+        "masters are what was there before the weights",
+        edit("train.starting:start", ("trainer.fresh(state.params)", "state")),
+        convert.masters_are_of_the_weights,
+        "the head's master is another",
+        "the first update throws the loaded weights away",
+    ),
+    Fault(
+        "weights start another model",
+        edit("train.starting:_check_model", ("if apart:", "if False:")),
+        convert.masters_are_of_the_weights,
+        "another model is started from",
+        "weights that mean nothing where the shapes agree",
+    ),
+    Fault(
+        "deviations of chunks are added up only",
+        edit("inspect.statistics:_Sums._join", ("deviations + apart * apart", "deviations + 0")),
+        convert.numbers_are_right,
+        "std is",
+        "an inspection that lies about large tensors",
+    ),
+    Fault(
+        "a row that is zero in its last piece counts as dead",
+        edit("inspect.statistics:statistics", ("alive[at] |=", "alive[at] =")),
+        convert.numbers_are_right,
+        "dead is",
+        "the same, by layout",
+    ),
+    Fault(
+        "small differences are not seen",
+        edit("inspect.compare:_values", ("(~_same(u, v)).sum()", "((u - v).abs() > 1e-2).sum()")),
+        convert.numbers_are_right,
+        "other is equal",
+        "two checkpoints that differ are told to be one",
+    ),
+)
+
 AREAS: dict[str, tuple[Fault, ...]] = {
     "collectives": COLLECTIVES,
     "reductions": REDUCTIONS,
@@ -2705,6 +2840,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "memory": MEMORY,
     "processes": PROCESSES,
     "data and guards": GUARDS,
+    "conversion and inspection": CONVERSION,
     "transforms": TRANSFORMS,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

@@ -281,6 +281,18 @@ def states_are_values() -> None:
 
 
 @named
+def read_as_arrays() -> None:
+    """a state's shards may be looked at as arrays, which gives their memory its size for good."""
+
+    def main(trainer: Trainer, batches: Callable[[int], Any]) -> None:
+        state, _ = finish(trainer.step(trainer.init(), batches(0)))
+        assert sum(x.numpy().size for x in state.params.values())
+        finish(trainer.step(state, batches(1)))
+
+    run_ahead(f"{AHEAD} steps=9", main)
+
+
+@named
 def nothing_is_left_on_its_way() -> None:
     """after the last step all that was started is there."""
 
