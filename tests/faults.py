@@ -2364,7 +2364,9 @@ PRECISION = (
 SHARDING = (
     Fault(
         "the optimizer's shards are not gathered",
-        edit("train.step:Trainer._gathered", ("yield from self.flat.fill(new)", "yield from ()")),
+        edit(
+            "train.params:StageParams.updated", ("yield from self.flat.fill(new)", "yield from ()")
+        ),
         SHARDED,
         "param",
         "each rank trains its piece of the model and keeps the others as they were",
@@ -2448,7 +2450,7 @@ SHARDING = (
     Fault(
         "updated parameters are gathered when the next step begins",
         edit(
-            "train.step:Trainer._gathered",
+            "train.params:StageParams.updated",
             ("return self._ahead(new, self.flat if donate else None)", "return new"),
         ),
         shards.gathers_beside_forward,
@@ -2467,8 +2469,8 @@ SHARDING = (
     Fault(
         "a forward uses the parameters of another state",
         edit(
-            "train.step:Trainer._program",
-            ("state.params is not self.whole_of", "self.whole_of is None"),
+            "train.params:StageParams.program",
+            ("params is not self._whole_of", "self._whole_of is None"),
         ),
         shards.states_are_values,
         "another state",
@@ -2476,14 +2478,14 @@ SHARDING = (
     ),
     Fault(
         "buffers of a state that stays valid are filled again",
-        edit("train.step:Trainer._gathered", ("self.flat if donate else None", "self.flat")),
+        edit("train.params:StageParams.updated", ("self.flat if donate else None", "self.flat")),
         shards.states_are_values,
         "old state",
         "a step without donation that changes what it was given",
     ),
     Fault(
         "the last step leaves parameters on their way",
-        edit("train.step:Trainer.step", ("yield from self.settle()", "pass")),
+        edit("train.step:Trainer.step", ("yield from self.params.settle()", "pass")),
         shards.nothing_is_left_on_its_way,
         "on their way",
         "a rank that is gone before its messages are",

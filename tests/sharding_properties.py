@@ -73,7 +73,9 @@ class Recorder(ProcessWorld):
         return self._noted("gather", "arrive", out, super().gather(out, shard, axes))
 
     def _noted(self, start: str, end: str, x: Tensor, going: Waits[Tensor]) -> Waits[Tensor]:
-        owner = self.trainer and (self.trainer.flat if start == "gather" else self.trainer.grads)
+        owner = self.trainer and (
+            self.trainer.params.flat if start == "gather" else self.trainer.grads
+        )
         for i, buffer in enumerate(owner.buffers if owner else ()):
             if x is buffer:
                 self.events.append(Event(start, i))
@@ -95,7 +97,7 @@ def recorded(layout: Plan, steps: int = 1) -> list[list[Event]]:
         world = Recorder(groups)
         trainer = world.trainer = Trainer(layout, world)
         state = trainer.init()
-        trainer.stage = attrs.evolve(trainer.stage, chunks=_noting(trainer, world))
+        trainer.params.stage = attrs.evolve(trainer.stage, chunks=_noting(trainer, world))
         claim = trainer.buffers(state.params).claim
 
         def claimed(path: str) -> tuple[Tensor, int]:
@@ -298,7 +300,7 @@ def nothing_is_left_on_its_way() -> None:
 
     def main(trainer: Trainer, batches: Callable[[int], Any]) -> None:
         finish(trainer.step(trainer.init(), batches(0)))
-        if trainer.flat is None or trainer.flat.going:
+        if trainer.params.flat is None or trainer.params.flat.going:
             raise Broken("parameters are on their way when the ranks part")
 
     run_ahead(f"{AHEAD} steps=1", main)

@@ -250,7 +250,7 @@ def words_of(text: str, sharded: bool) -> list[tuple[dict[str, int], dict[str, T
         world = ProcessWorld(groups)
         trainer = Trainer(layout, world)
         words = (words_by_shard if sharded else words_by_path)(layout, world)
-        found = trainer._leaves(trainer.init().params)
+        found = trainer.params.leaves(trainer.init().params)
         return world.coords, {p: words(rng.key(5), p, x) for p, x in found.items()}, layout
 
     return on_threads(layout.mesh, main, needed_groups(layout.table, layout.mesh))

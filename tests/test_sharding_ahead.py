@@ -135,12 +135,12 @@ def test_a_state_is_whole_whatever_is_on_its_way(sharding: str) -> None:
         same, its = finish(late.step(same, batches(step)))
         assert mine == its
         if step == 0:  # read while gathers are on their way
-            assert early.flat is not None and early.flat.going
+            assert early.params.flat is not None and early.params.flat.going
             assert equal(whole(early, state), whole(late, same))
         if step == 1:
             pair = (early.evaluate(state, batches(9)), late.evaluate(same, batches(9)))
             assert finish(pair[0]) == finish(pair[1])
-            assert early.flat is not None and not early.flat.going
+            assert early.params.flat is not None and not early.params.flat.going
     old = whole(early, state)
     one, _ = finish(early.step(state, batches(5), donate=False))
     two, _ = finish(early.step(state, batches(5), donate=False))
@@ -173,15 +173,15 @@ def test_nothing_is_on_its_way_after_the_last_step_or_settling(sharding: str) ->
     """Ranks may part then."""
     early, _, batches = trainers(sharding)
     state, _ = finish(early.step(early.init(), batches(0)))
-    assert early.flat is not None and early.flat.going
-    finish(early.settle())
-    assert not early.flat.going
+    assert early.params.flat is not None and early.params.flat.going
+    finish(early.params.settle())
+    assert not early.params.flat.going
     config = early.plan.config
     last = Trainer(
         plan(attrs.evolve(config, train=attrs.evolve(config.train, steps=1))), early.world
     )
     finish(last.step(last.init(), batches(0)))
-    assert last.flat is not None and not last.flat.going
+    assert last.params.flat is not None and not last.params.flat.going
     assert state.step == 1
 
 

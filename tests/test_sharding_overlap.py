@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from click.testing import CliRunner
 from test_sharding import config_of
 
 from mfun.train.plan import Plan, plan
+from research.bench import overlap
 from tests.sharding_properties import at, hidden, layer_of, recorded
 
 
@@ -56,3 +60,42 @@ def test_released_gradients_travel_beside_the_next_layers(sharding: str) -> None
         starts = [event.what for event in events if event.kind == "start"]
         assert sorted(starts) == sorted(2 * [*range(len(buckets))])
         assert going == -1 and behind == 2 * max(layer.values())  # a layer has several buckets
+
+
+# ---------------------------------------------------------------------------- the measurement
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "delayed", "status"),
+    [
+        (1.0, 0.2, 0.9, 0),
+        (0.7, 0.1, 1.0, 0),
+        (1.0, 0.3, 1.0, 1),
+        (0.5, 0.1, 1.0, 1),
+        (1, 0, 0.8, 1),
+    ],
+)
+def test_the_measurement_exits_by_its_expectation(
+    off: float, on: float, delayed: float, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two seconds in all: what is exposed with and without, alone and on the slow link."""
+    seconds = {
+        "0.0": {"summed": 2.0, "off": 2 * off, "on": 2 * on},
+        "0.06": {"summed": 2.0, "off": 2 * delayed, "on": 2 * on},
+    }
+    given: Any = {"seconds": seconds, "buckets": 9}
+    monkeypatch.setattr(overlap, "launch", lambda *_, **__: given)
+    done = CliRunner().invoke(overlap.main, ["--sharding", "no_shard"])
+    assert done.exit_code == status, done.output
+    assert done.output.count("9 buckets,  2000.0 ms summed") == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sharding", ["no_shard", "optim"])
+def test_the_measurement_runs(sharding: str) -> None:
+    """On two ranks at toy size; the slow link takes its time for every bucket."""
+    found = overlap.launch(sharding, steps=1, delay=0.02, tiny=True)
+    assert found["buckets"] > 1
+    late = found["seconds"]["0.02"]
+    assert min(late["summed"], late["off"]) >= 0.02 * found["buckets"]
+    assert late["on"] < late["summed"]

@@ -139,7 +139,7 @@ def measure(plan: Plan, world: World) -> Measured:
     ]
     state, _ = finish(trainer.step(trainer.init(), batches))
     grads = trainer.buffers(state.params)
-    flat = trainer.flat.buffers if trainer.flat else []
+    flat = trainer.params.flat.buffers if trainer.params.flat else []
     with Live(state.params, state.opt, flat, grads.buffers, grads.shards) as live:
         state, _ = finish(trainer.step(state, batches))
     return Measured(

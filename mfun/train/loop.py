@@ -203,7 +203,7 @@ def train(job: Job, state: State | None = None) -> Generator[Record, None, State
             yield record
             if record.stopped:
                 break
-        finish(job.trainer.settle())
+        finish(job.trainer.params.settle())
     finally:
         job.saves.close()
     return state

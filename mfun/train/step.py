@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from mfun.comm.world import Message, Waits, World
 from mfun.grads import (
     GradBuffers,
     Guard,
-    ParamBuffers,
     finalize_steps,
     global_norm,
     num_zeros,
@@ -22,13 +20,12 @@ from mfun.grads import (
     shard_name,
 )
 from mfun.pipeline import executor
-from mfun.pipeline.program import Program
 from mfun.schedule import Checked
 from mfun.schedule.ops import AnyOp
-from mfun.spec import ParamSpec, init_params, local_shape
+from mfun.train.params import StageParams
 from mfun.train.plan import Dressed, Plan, dressed, forward_streams
 from mfun.train.rounding import words_by_path, words_by_shard
-from mfun.train.shards import by_shard, flat_params, shard_of, sharded_matrices
+from mfun.train.shards import by_shard, sharded_matrices
 
 Batch = Mapping[str, Tensor]
 
@@ -130,87 +127,26 @@ class Trainer:
         self.optimizer = build_optimizer(plan, shards_of, words(plan, world), world)
         self.grads: GradBuffers | None = None
         self.streams: dict[int, Dressed] = {}
-        self.flat: ParamBuffers | None = None
-        self.whole_of: Any = None  # the shards whose parameters are in `flat`, or on their way
+        self.params = StageParams(plan, world)
 
     def init(self) -> State:
         """Initial weights, bitwise the same in every layout, and a fresh optimizer."""
-        if self.plan.holds_shards:  # bucket by bucket: the whole may be too large
-            params: Any = {
-                shard_name(bucket.index): shard_of(
-                    self.plan,
-                    self.world,
-                    bucket,
-                    self._drawn({span.path: self.plan.specs[span.path] for span in bucket.spans}),
-                )
-                for bucket in self.plan.buckets(self.stage.index)
-            }
-        else:
-            params = self._cut(self._drawn(self.stage.specs))
-        return self.fresh(params)
+        return self.fresh(self.params.drawn())
 
     def fresh(self, params: Any) -> State:
         """Step 0 of these parameters, in this trainer's form, and a fresh optimizer."""
-        return State(0, params, self.optimizer.init(self._leaves(params)))
-
-    def _drawn(self, specs: Any) -> Any:
-        """Initial weights of these specs."""
-        plan = self.plan
-        return self.world.build(
-            lambda coords: init_params(specs, plan.config.train.seed, plan.mesh, coords, plan.dtype)
-        )
+        return State(0, params, self.optimizer.init(self.params.leaves(params)))
 
     def blank(self) -> State:
         """A state of zeros in this trainer's form, to be filled from a checkpoint."""
-        plan, world = self.plan, self.world
-        like = tree.flatten(world.build(lambda coords: tree.map(self._nothing, self.stage.specs)))
-        if plan.holds_shards:
-            params: Any = {}
-            for bucket in plan.buckets(self.stage.index):
-                path = bucket.spans[0].path
-                shards = math.prod(map(plan.mesh.size, plan.table[path].shard_axes))
-                zeros = like[path].new_zeros(*world.lead, bucket.size // shards)
-                params[shard_name(bucket.index)] = zeros
-        elif plan.sharded:
-            self.flat = flat_params(plan, world, like)
-            params = tree.unflatten(self.flat.views)
-        else:
-            params = tree.unflatten({path: x.new_zeros(x.shape) for path, x in like.items()})
-        return self.fresh(params)
-
-    def _nothing(self, spec: ParamSpec) -> Tensor:
-        """Zeros of a parameter's shape and type, in the memory of one element."""
-        one = torch.zeros((), dtype=spec.dtype_among(self.plan.dtype))
-        return one.expand(local_shape(spec, self.plan.mesh))
+        return self.fresh(self.params.blank())
 
     def adopt(self, state: State) -> State:
         """A state by path, as checkpoints hold it, as this trainer runs it."""
         if not self.plan.sharded:
             return state
         opt = by_shard(self.plan, self.world, state.opt)
-        return state._replace(params=self._cut(state.params), opt=opt)
-
-    def _cut(self, params: Any) -> Any:
-        """The parameters as the state holds them: whole, or this rank's shards."""
-        if self.plan.holds_shards:
-            return by_shard(self.plan, self.world, tree.flatten(params))
-        if not self.plan.sharded:
-            return params
-        return tree.unflatten(self._flat(tree.flatten(params)).views)
-
-    def _leaves(self, params: Any) -> dict[str, Tensor]:
-        """What the optimizer updates: the parameters by path, or this rank's shards of them."""
-        if self.plan.holds_shards:
-            return params
-        leaves = tree.flatten(params)
-        return self._flat(leaves).shards() if self.plan.sharded else leaves
-
-    def _flat(self, leaves: Mapping[str, Tensor]) -> ParamBuffers:
-        """The flat buffers of these parameters; a state that came from elsewhere is copied."""
-        if self.flat is None or not self.flat.holds(leaves):
-            self.flat = flat_params(self.plan, self.world, leaves)
-            self.flat.load(leaves)
-        return self.flat
+        return state._replace(params=self.params.cut(state.params), opt=opt)
 
     def buffers(self, params: Any) -> GradBuffers:
         """Gradient buffers for this stage, made at the first step."""
@@ -238,7 +174,7 @@ class Trainer:
         )
         model = config.model
         key = rng.key(config.train.seed, "dropout", state.step) if model.dropout else None
-        program = self._program(state)
+        program = self.params.program(state.params)
         stream = self._stream(len(batches))
         factor = optim.loss_scale(state.opt)
         ranks = self.plan.mesh.dp * self.plan.mesh.cp if grads.mean else 1
@@ -285,13 +221,13 @@ class Trainer:
         """
         grads, loss, norm, tokens, overflow = yield from self.gradients(state, batches)
         zeros = yield from self._zeros()
-        leaves = self._leaves(state.params)
+        leaves = self.params.leaves(state.params)
         new, opt = self.optimizer.update(
             grads, state.opt, leaves, norm=norm, donate=donate, overflow=overflow
         )
-        params = yield from self._gathered(new, donate)
+        params = yield from self.params.updated(new, donate)
         if state.step + 1 >= self.plan.config.train.steps:  # nobody may come to wait for it
-            yield from self.settle()
+            yield from self.params.settle()
         scaling = self.plan.config.precision.scaling
         metrics = Metrics(
             loss=_number(loss),
@@ -310,38 +246,6 @@ class Trainer:
             return None
         return int(_number((yield from num_zeros(self.world, self.grads, self.stage.specs))))
 
-    def _gathered(self, new: dict[str, Tensor], donate: bool) -> Waits[Any]:
-        """The state's parameters, from the optimizer's leaves."""
-        if not self.plan.sharded:
-            return tree.unflatten(new)
-        if self.plan.gathers_ahead:
-            return self._ahead(new, self.flat if donate else None)
-        if self.plan.shards_params:
-            return new
-        if self.flat is None or not donate:
-            self.flat = flat_params(self.plan, self.world, new)
-        yield from self.flat.fill(new)
-        return tree.unflatten(self.flat.views)
-
-    def _ahead(self, shards: dict[str, Tensor], flat: ParamBuffers | None) -> dict[str, Tensor]:
-        """Start to gather the parameters of a state that holds shards; layers wait for theirs.
-
-        Args:
-            shards: of the state.
-            flat: buffers that no other state needs; None makes new ones.
-
-        Returns:
-            The state's shards: on processes their places in the buffers.
-        """
-        self.flat = flat or flat_params(self.plan, self.world, shards)
-        self.whole_of = self.flat.start_all(shards)
-        return self.whole_of
-
-    def settle(self) -> Waits[None]:
-        """Wait for parameters that are on their way for a next step, where none comes."""
-        if self.flat is not None:
-            yield from self.flat.settle()
-
     def evaluate(self, state: State, batches: Sequence[Batch]) -> Waits[float]:
         """Mean loss per valid token of the whole batch, without dropout, on every rank."""
         scale, _ = yield from seeds(self.world, [count_tokens(b) for b in batches], "tokens")
@@ -354,36 +258,8 @@ class Trainer:
         out = yield from self._forward(state, batches)
         return [y["logits"] for y in out.values()]
 
-    def _program(self, state: State) -> Program:
-        """Processes take first derivatives of plain tensors; the mailbox runs under vmap."""
-        kind = "any" if self.world.lead else "first"
-        if self.plan.gathers_ahead:
-            if state.params is not self.whole_of:  # not what the last step has returned
-                self._ahead(state.params, None)
-            assert self.flat is not None
-            params = tree.unflatten(self.flat.views)
-            return Program(self.world, self.stage, params, derivatives=kind, flat=self.flat)
-        if not self.plan.shards_params:
-            params = tree.map(self._computed, self.stage.specs, state.params)
-            return Program(self.world, self.stage, params, derivatives=kind)
-        if self.flat is None:
-            self.flat = flat_params(self.plan, self.world, state.params, released=True)
-        params = tree.unflatten(self.flat.views)
-        return Program(
-            self.world,
-            self.stage,
-            params,
-            derivatives=kind,
-            flat=self.flat,
-            shards=state.params,
-        )
-
-    def _computed(self, spec: ParamSpec, x: Tensor) -> Tensor:
-        """A parameter as layers use it: itself, or a copy of fewer bits."""
-        return x.to(spec.dtype_among(self.plan.compute_dtype))
-
     def _forward(self, state: State, batches: Sequence[Batch]) -> Waits[dict[int, Message]]:
-        program = self._program(state)
+        program = self.params.program(state.params)
         stream = forward_streams(self.plan, len(batches))[self.stage.index]
         return (yield from executor.evaluate(program, stream, batches))
 
