@@ -2561,7 +2561,7 @@ MEMORY = (
     ),
     Fault(
         "the account forgets copies in the update",
-        edit("plan.memory:_update", ("return widened + rounded", "return 0")),
+        edit("plan.memory:_converted", ("return widened + rounded", "return 0")),
         memory.said("no_shard", "precision.policy=bf16", "precision.grads=bf16"),
         "at the worst moment",
         "the same",
