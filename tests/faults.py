@@ -500,7 +500,7 @@ REDUCTIONS = (
         "the first bucket is not reduced",
         edit(
             "grads.finalize:finalize_steps",
-            ("if not grads.reduced(i):", "if i and not grads.reduced(i):"),
+            ("if not grads.reduced(i)]", "if i and not grads.reduced(i)]"),
         ),
         DATA,
         "sum over dp is missing",
