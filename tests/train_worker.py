@@ -45,7 +45,7 @@ def plant(kind: str) -> None:
         "forward": (Flight, "forward"),
         "backward": (Flight, "backward"),
         "optimizer": (torch, "_fused_adamw_"),
-        "save": (writer, "_write_tensors"),
+        "save": (writer, "_write_file"),
         "kill": (Flight, "forward"),
         "hang": (Feed, "step"),
     }[kind]

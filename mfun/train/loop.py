@@ -320,9 +320,8 @@ def _save(job: Job, record: Record) -> Path | None:
     if not last and not _due(train.checkpoint_every, record, train.steps):
         return job.saves.poll()
     job.stop.saving()
-    before = job.saves.finish()
-    order = saving.order(job.trainer, record.state, job.folder, job.peers)
+    before, what = job.saves.finish(), (job.trainer, record.state, job.folder, job.peers)
     if last or not train.async_save:
-        return checkpoint.save(order, job.peers.any)
-    job.saves.start(order)
+        return saving.save(*what)
+    job.saves.start(saving.order(*what))
     return before
