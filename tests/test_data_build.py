@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mfun import data
 from mfun.cli.data import command
 from mfun.data import DataError, build, open_tokenizer
+from mfun.data.indexed import content_hash
 from mfun.data.tokenizer import END, Bytes, train_bpe
 
 TEXTS = ["the first document", "zweites Dokument: äöü €", "three", "the first of the last"]
@@ -225,7 +226,7 @@ def test_info(tmp_path):
         "vocab": 256,
         "eod": 0,
         "largest": 100,
-        "hash": data.indexed.content_hash(dataset),
+        "hash": content_hash(dataset),
     }
     shown = mfun("info", tmp_path / "x.idx").output
     assert "token type       uint16" in shown and "bytes            24 B" in shown

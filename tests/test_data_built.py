@@ -182,6 +182,7 @@ def test_the_partial_sample_is_padded_and_masked(tmp_path):
         (1, 2, 3, 4): ([2, 3, 4, 5], [1, 1, 1, 1]),
         (5, 6, 7, 8): ([6, 7, 8, 0], [1, 1, 1, 0]),
     }
+    assert isinstance(training, Built)
     assert len(training.order(0, 4)) == (6 * 8 - 1) // 4  # six epochs for 10 samples
     _, plain = open_data(small(*overrides, *one[:2]))
     assert plain.draw(np.arange(3), None, 4)[0][:, 0].tolist() == [1, 1, 1]
@@ -241,16 +242,23 @@ def test_without_an_end_token_each_sequence_is_a_document(tmp_path):
     assert got["mask"][0].tolist()[at - 1] == 0
 
 
+def ends(*overrides: str) -> tuple[int, ...]:
+    """The tokens that end documents of the training part."""
+    source, _ = open_data(small(*overrides, "data.val_fraction=0"))
+    assert isinstance(source, Built)
+    return source.eod
+
+
 def test_the_end_of_a_document_is_the_datasets_own_or_given(tmp_path):
     """X.json says 9; data.eod goes before it; datasets that differ are refused."""
     docs = [[1, 9, 2, 3, 9, 4, 5, 6, 7, 9]]
     one = write(tmp_path / "x", docs, About(eod=9))
     two = write(tmp_path / "y", docs, About(eod=8))
-    assert open_data(small(f"data.path={one}", "data.val_fraction=0"))[0].eod == (9,)
+    assert ends(f"data.path={one}") == (9,)
     both = f"data.path={one},{two}"
     with pytest.raises(DataError, match=r"end documents by different tokens, \[8, 9\]"):
         open_data(small(both))
-    assert open_data(small(both, "data.eod=3,9", "data.val_fraction=0"))[0].eod == (3, 9)
+    assert ends(both, "data.eod=3,9") == (3, 9)
 
 
 def test_made_up_data_needs_no_file():

@@ -6,6 +6,7 @@ import os
 import struct
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from mfun.data import DataError, Indexed, Writer, indexed, open_indexed, token_d
 DOCS = ([1, 2, 3], [4, 5], [6, 7, 8, 9])
 
 
-def write(path: Path, docs=DOCS, dtype="<u2", **how) -> Path:
+def write(path: Path, docs=DOCS, dtype: Any = "<u2", **how) -> Path:
     """A dataset of these documents."""
     with Writer(path, np.dtype(dtype), **how) as out:
         for doc in docs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,7 +198,7 @@ def test_only_the_given_documents_are_used():
 
 def test_global_generators_are_left_alone():
     """bugs.md 103: equal indices after other draws, and the global generator is not moved."""
-    how = {"seq_len": 3, "samples": 70, "seed": 5}
+    how: Any = {"seq_len": 3, "samples": 70, "seed": 5}
     one = data.build_index(np.full(10, 10), np.arange(10), **how)
     np.random.seed(3)
     np.random.rand(17)

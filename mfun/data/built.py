@@ -37,11 +37,10 @@ class Share:
     data: Sequences
     sequences: range
     name: str
-    tokens: int = attrs.field(init=False)
-
-    @tokens.default
-    def _(self) -> int:
-        return count_tokens(self.data.lengths, self._numbers())
+    tokens: int = attrs.field(
+        init=False,
+        default=attrs.Factory(lambda s: count_tokens(s.data.lengths, s._numbers()), True),
+    )
 
     def samples(self, seq_len: int) -> int:
         """Whole samples of one epoch."""
