@@ -18,6 +18,7 @@ from mfun.convert import Row
 from mfun.grads.table import Kind
 from mfun.pipeline import mailbox
 from mfun.schedule import Recv, Send
+from tests import checkpoint_properties as saved
 from tests import convert_properties as convert
 from tests import extras_properties as inserted
 from tests import func_properties as derivatives
@@ -2827,6 +2828,88 @@ CONVERSION = (
     ),
 )
 
+ZERO1_OF_TWO = "parallel.dp=2 parallel.sharding=optim train.microbatches=1"
+ZERO1_OF_THREE = ZERO1_OF_TWO.replace("dp=2", "dp=3")
+
+CHECKPOINTS = (
+    Fault(
+        "a run is read from its box's beginning",
+        edit("checkpoint.pieces:_flat", ("low - source.first, low", "low, low")),
+        saved.moved(ZERO1_OF_THREE, ZERO1_OF_TWO),
+        "params|opt|range|size|shape",
+        "moments of other elements after a change of ranks",
+    ),
+    Fault(
+        "blocks of a run are one row off",
+        edit("checkpoint.pieces:_runs", ("i += 1", "i += 0")),
+        saved.moved(ZERO1_OF_TWO, "parallel.tp=4 train.microbatches=2"),
+        "params|opt|range|size|shape",
+        "the same between tensor and data parallel ranks",
+    ),
+    Fault(
+        "loading does not compare hashes",
+        edit("checkpoint.reader:Mapped.check", ("one.text != entry.hash", "False")),
+        saved.damage_is_found,
+        "a flipped bit was not refused",
+        "a bad disk's bits in the weights",
+    ),
+    Fault(
+        "unexpected tensors are passed over",
+        edit("checkpoint.reader:open_checkpoint", ("not rules.may_have(n)", "False")),
+        saved.extra_tensors_are_told,
+        "was not refused",
+        "a layer that is silently left out",
+    ),
+    Fault(
+        "pieces are not seen to be whole tensors",
+        edit("checkpoint.pieces:problem_of", ("if held != full else None", "if False else None")),
+        saved.whole_tensors,
+        "half a tensor was not refused",
+        "parameters that stay at zero",
+    ),
+    Fault(
+        "the old checkpoint is gone before the new one is there",
+        edit(
+            "checkpoint.folder:put",
+            ("disk.rename(folder, replaced(folder))", "disk.remove(folder)"),
+        ),
+        saved.stopped_saves,
+        "no whole checkpoint is left",
+        "a kill at the wrong moment loses the run",
+    ),
+    Fault(
+        "what broken-off saves left stays",
+        edit("checkpoint.folder:clean", ('startswith(".tmp-")', 'startswith(".never-")')),
+        saved.stopped_saves,
+        "never cleared away|File exists",
+        "a save of the same step never works again",
+    ),
+    Fault(
+        "a rank's failure is its own",
+        edit(
+            "checkpoint.writer:together",
+            ("if agree(failure is not None)", "if agree(0) or failure"),
+        ),
+        saved.one_failure_fails_all,
+        "not every rank failed",
+        "seven ranks go on, and hang, without the eighth",
+    ),
+    Fault(
+        "a save beside training writes live buffers",
+        edit("checkpoint.background:Background.start", ("order.snapshot()", "order")),
+        saved.snapshots,
+        "values of a later step",
+        "weights of two steps in one file",
+    ),
+    Fault(
+        "one checkpoint too few is kept",
+        edit("checkpoint.folder:retain", ("[:-keep]", "[: 1 - keep or None]")),
+        saved.retention,
+        "kept are",
+        "the one to go back to is gone",
+    ),
+)
+
 AREAS: dict[str, tuple[Fault, ...]] = {
     "collectives": COLLECTIVES,
     "reductions": REDUCTIONS,
@@ -2844,5 +2927,6 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "data and guards": GUARDS,
     "conversion and inspection": CONVERSION,
     "transforms": TRANSFORMS,
+    "checkpoints": CHECKPOINTS,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)
