@@ -13,7 +13,6 @@ import attrs
 
 from mfun.checkpoint.hashing import as_bytes
 
-
 AHEAD = 8 << 20
 """Bytes after which the disk begins to write."""
 
