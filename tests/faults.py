@@ -20,6 +20,7 @@ from mfun.pipeline import mailbox
 from mfun.schedule import Recv, Send
 from tests import checkpoint_properties as saved
 from tests import convert_properties as convert
+from tests import data_properties as datasets
 from tests import extras_properties as inserted
 from tests import func_properties as derivatives
 from tests import memory_properties as memory
@@ -2823,7 +2824,7 @@ CONVERSION = (
         "small differences are not seen",
         edit("inspect.compare:_values", ("same = _same(u, v)", "same = (u - v).abs() < 1e-2")),
         convert.numbers_are_right,
-        "other is equal",
+        "other is values in 0 elements",
         "two checkpoints that differ are told to be one",
     ),
 )
@@ -2913,6 +2914,83 @@ CHECKPOINTS = (
     ),
 )
 
+DATASETS = (
+    Fault(
+        "a sample begins one token early at a document's start",
+        edit("data.megatron:sample_index", ('side="right"', 'side="left"')),
+        datasets.order_of_samples,
+        "the sample index",
+        "samples that are not Megatron's, or an offset outside a document",
+    ),
+    Fault(
+        "a hardly used last epoch is shuffled with the others",
+        edit("data.megatron:separate_last", ("return before if", "return None if")),
+        datasets.order_of_samples,
+        "the document index",
+        "documents of the last epoch come early, others late or never",
+    ),
+    Fault(
+        "samples are shuffled before documents",
+        edit(
+            "data.megatron:build_index",
+            ("random = np", "shuffle_index(4, 4, random := np"),
+            ("RandomState(seed)", "RandomState(seed))"),
+        ),
+        datasets.order_of_samples,
+        "the document index",
+        "another order than Megatron's from the same seed",
+    ),
+    Fault(
+        "blocks of a blend keep their guesses",
+        edit("data.blend:_greedy", ("while len(todo):", "for _ in range(1):")),
+        datasets.blends,
+        "the blend",
+        "a dataset's sample twice, another never",
+    ),
+    Fault(
+        "lengths of an index are taken as they are",
+        edit("data.indexed:_check_sequences", ("bad.any()", "what == 0")),
+        datasets.hostile_index,
+        "is opened",
+        "a damaged file is read outside its tokens",
+    ),
+    Fault(
+        "places of sequences are summed in 32 bits",
+        edit("data.writer:index_bytes", ("lengths, dtype=np.int64", "lengths, dtype=np.int32")),
+        datasets.places_of_large_files,
+        "the last place",
+        "tokens from elsewhere in files above 2 GiB",
+    ),
+    Fault(
+        "every round has the same order",
+        edit("data.built:Built._pieces", ("seed + round_", "seed")),
+        datasets.rounds_and_resets,
+        "rounds repeat each other",
+        "a long run sees the same samples side by side again and again",
+    ),
+    Fault(
+        "documents restart at their end, not behind it",
+        edit("data.built:Built.draw", ("cumsum(1) - ends_bw", "cumsum(1)")),
+        datasets.rounds_and_resets,
+        "positions|the loss mask",
+        "the end of a document is learned as the start of another",
+    ),
+    Fault(
+        "a cache is named by settings alone",
+        edit("data.cache:key_of", ("sorted(arrays.items())", "()")),
+        datasets.other_lengths_other_cache,
+        "the order",
+        "the order of a dataset that is no longer there",
+    ),
+    Fault(
+        "what was read ahead is taken for any step",
+        edit("train.feed:Ahead.__call__", ("ready and ready[0] == step", "ready")),
+        datasets.batches_read_ahead,
+        "the step of a batch",
+        "a resumed run trains on the rows of another step",
+    ),
+)
+
 AREAS: dict[str, tuple[Fault, ...]] = {
     "collectives": COLLECTIVES,
     "reductions": REDUCTIONS,
@@ -2928,6 +3006,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "memory": MEMORY,
     "processes": PROCESSES,
     "data and guards": GUARDS,
+    "datasets": DATASETS,
     "conversion and inspection": CONVERSION,
     "transforms": TRANSFORMS,
     "checkpoints": CHECKPOINTS,

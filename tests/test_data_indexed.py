@@ -132,17 +132,18 @@ def test_merged_documents_are_shifted(tmp_path):
 
 
 def test_places_are_in_64_bits(tmp_path):
-    """bugs.md 106: 4 sequences of 600,000,000 two-byte tokens over a file with a hole."""
-    lengths, ends = np.full(4, 600_000_000, np.int32), 4_800_000_000
+    """bugs.md 106: 4 sequences of 600,000,000 two-byte tokens over a file with a hole, and one."""
+    lengths, ends = np.array([*[600_000_000] * 4, 1], np.int32), 4_800_000_000
     with (tmp_path / "x.bin").open("wb") as file:
         file.truncate(ends)
         file.seek(ends - 2)
-        file.write(struct.pack("<H", 77))
-    pieces = writer.index_bytes(lengths, np.arange(5), np.dtype("<u2"))
+        file.write(struct.pack("<2H", 77, 78))
+    pieces = writer.index_bytes(lengths, np.arange(6), np.dtype("<u2"))
     (tmp_path / "x.idx").write_bytes(b"".join(pieces))
     data = open_indexed(tmp_path / "x")
-    assert data.pointers.tolist() == [0, 1_200_000_000, 2_400_000_000, 3_600_000_000]
-    assert data.tokens == 2_400_000_000
+    places = [0, 1_200_000_000, 2_400_000_000, 3_600_000_000, 4_800_000_000]
+    assert data.pointers.tolist() == places and data.tokens == 2_400_000_001
+    assert data.read(4).tolist() == [78]
     assert data.read(3, 599_999_998).tolist() == [0, 77]
 
 

@@ -56,7 +56,7 @@ def command() -> None:
     default=0,
     show_default=True,
     type=click.IntRange(0),
-    help="Processes; 0 is one for each core, and one alone for little text.",
+    help="Processes; 0 is one for each core, or one alone for bytes and for little text.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an older dataset OUT.")
 def build_command(

@@ -43,7 +43,7 @@ class Job:
         tokenizer: `bytes`, a tokenizer.json, or `bpe:SIZE` to learn one from the inputs.
         key: of a line's object that holds the text.
         end: token that ends a document; None finds it, "" has none.
-        workers: processes; 0 is one for each core.
+        workers: processes; 0 is one for each core, or one alone for bytes and for little text.
         overwrite: an older dataset of that name may go.
     """
 
@@ -257,7 +257,7 @@ def _opened(name: str, end: str | None) -> Tokenizer:
 def _encoded(job: Job, worker: Worker, total: int) -> Iterator[Encoded]:
     """The pieces tokenised, in order; only some are on their way at any time."""
     count = job.workers or len(os.sched_getaffinity(0))
-    if count == 1 or (not job.workers and total <= ALONE):
+    if count == 1 or (not job.workers and (total <= ALONE or worker.name == BYTES)):
         yield from map(worker, pieces(job.inputs))
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
