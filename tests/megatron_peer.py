@@ -14,6 +14,9 @@ from mfun.data import Writer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it misses CUDA and what is made for it
+    from megatron.core.datasets import (  # pyright: ignore[reportMissingImports]
+        blended_megatron_dataset_builder as builder_module,
+    )
     from megatron.core.datasets import helpers  # pyright: ignore[reportMissingImports]
     from megatron.core.datasets.gpt_dataset import (  # pyright: ignore[reportMissingImports]
         GPTDataset,
@@ -43,6 +46,29 @@ def dataset(
     return GPTDataset(
         IndexedDataset(str(prefix)), str(prefix), documents, samples, Split.train, config
     )
+
+
+def parts(
+    prefixes: list[Path], weights: list[float] | None, split: str, sizes: list[int], **how: Any
+) -> list[list[list[int]]]:
+    """The tokens and last labels of its training and validation samples, as its builder does."""
+    config = GPTDatasetConfig(
+        random_seed=how["seed"],
+        sequence_length=how["seq_len"],
+        blend=([str(prefix) for prefix in prefixes], weights),
+        split=split,
+        tokenizer=SimpleNamespace(eod=0, pad=-1, vocab_size=256, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    made = builder_module.BlendedMegatronDatasetBuilder(
+        GPTDataset, [*sizes, 0], lambda: True, config
+    ).build()
+    return [
+        [[*x["tokens"].tolist(), int(x["labels"][-1])] for x in (part[i] for i in range(size))]
+        for part, size in zip(made, sizes, strict=False)
+    ]
 
 
 def gpt_indices(lengths: np.ndarray, documents: np.ndarray, **how: Any) -> list[np.ndarray]:

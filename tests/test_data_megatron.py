@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mfun import data
+from mfun.config import DataConfig
 from mfun.data import DataError, Mock, blend, megatron
 
 # ---------------------------------------------------------------------------- indices
@@ -425,3 +426,26 @@ if installed():
             document = mine["documents"]
             hidden = [[j > i or document[i] != document[j] for j in range(9)] for i in range(9)]
             assert [hidden] == other["attention_mask"]
+
+    @pytest.mark.parametrize("weights", [[0.3, 0.7], [5, 1], None])
+    def test_parts_of_a_blend_equal_megatrons(weights, peer, tmp_path):
+        """Both parts of two datasets, split 8 to 2, as its builder makes them: every token."""
+        random = np.random.RandomState(6)
+        for name in "xy":
+            with data.Writer(tmp_path / name, np.dtype("<u2")) as out:
+                for length in random.randint(5, 40, 40):
+                    out.add(random.randint(1, 60000, length))
+        sizes = [150, 24]
+        if weights is None:
+            sizes = [90, 12]  # without weights it has one epoch
+        prefixes = [tmp_path / name for name in "xy"]
+        how = {"seq_len": 8, "seed": 3}
+        theirs = peer.parts(prefixes, weights, "8,2", sizes, **how)
+        config = DataConfig(
+            path=tuple(map(str, prefixes)), weights=tuple(weights or ()), split=(8, 2)
+        )
+        ours = data.open_built(
+            config, training=sizes[0], validation=sizes[1], seq_len=8, vocab=60000
+        )
+        for source, size, other in zip(ours, sizes, theirs, strict=True):
+            assert source.draw(np.arange(size), 3, 8)[0].tolist() == other

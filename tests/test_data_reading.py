@@ -243,3 +243,14 @@ def test_the_default_text_reads_as_before() -> None:
     order = data.order(np.arange(48, 64), data.windows(train, 128), 0)
     for row, window in zip(tokens.tolist(), order.tolist(), strict=True):
         assert row == train.tokens[window * 128 : window * 128 + 128].tolist()
+
+
+def test_the_benchmark_of_data_runs() -> None:
+    """Small sizes; what it expects of large ones holds of these too."""
+    from click.testing import CliRunner
+
+    from research.bench.data import main
+
+    result = CliRunner().invoke(main, ["--documents", "300000", "--cases", "index,blend"])
+    assert result.exit_code == 0, result.output
+    assert "300,000 documents" in result.output and "300,000 samples" in result.output
