@@ -43,6 +43,7 @@ MOST USED SETTINGS (--dry shows them all)
   optim.lr= min_lr= warmup= schedule=constant|linear|cosine|inverse_sqrt|wsd
   precision.policy=fp32|fp64|bf16|fp16
   data.path=a.txt,folder   text files and folders; empty: the standard library
+  data.path=x,y weights=2,1 reset=   datasets of `mfun data build` or Megatron
 
 \b
 EXAMPLES

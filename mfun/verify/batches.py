@@ -17,7 +17,7 @@ def global_batch(config: Config, step: int) -> Batch:
     """The whole batch of a step: a pure function of the configuration and the step.
 
     Returns:
-        tokens, labels (b, s) int64, mask (b, s) float64, sample (b,) int64; with `data.packed` also
+        tokens, labels (b, s) int64, mask (b, s) float64, sample (b,) int64; with `data.reset` also
         documents and positions (b, s).
     """
     rows, seq, vocab = config.train.global_batch, config.model.seq_len, config.model.vocab
@@ -31,7 +31,7 @@ def global_batch(config: Config, step: int) -> Batch:
         "mask": torch.from_numpy(mask.astype(np.float64)),
         "sample": torch.arange(step * rows, (step + 1) * rows),
     }
-    if config.data.packed:
+    if {"positions", "attention"} & {*config.data.resets}:
         starts = draw.random((rows, seq)) < 0.3
         starts[:, 0] = True
         at = np.arange(seq)
