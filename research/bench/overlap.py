@@ -10,8 +10,9 @@ also measured on a link that takes a fixed time for each collective and one at a
 computes for it: what a network card does, which the cores of this machine do not.
 
 Run:    python -m research.bench.overlap [--steps 5] [--delay-ms 60]
-Expect: exposed at most 20 % of the sum with overlap, at least 60 % without (they may run side by
-        side); on the slow link at most 20 % and at least 90 %.
+Expect: exposed at most 20 % of the sum with overlap (30 % where the optimizer is sharded: what does
+        not decay is a bucket of all layers there, which ends with the embedding's), at least 60 %
+        without (they may run side by side), on the slow link 90 %.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from research.bench.peers import RESULTS, SIZES, TINY
 
 FEW = 4096
 """Elements up to which a collective is one of counts and norms."""
-MOST, LEAST, LEAST_DELAYED = 0.20, 0.60, 0.90
+MOST = {"no_shard": 0.20, "optim": 0.30}
+LEAST, LEAST_DELAYED = 0.60, 0.90
 """Of the summed time: exposed with overlap, without, and without on the slow link."""
 
 
@@ -202,7 +204,7 @@ def report(sharding: str, steps: int, delay: float, *, tiny: bool = False) -> bo
     for at, each in found["seconds"].items():
         summed = each["summed"]
         off, on = each["off"] / summed, each["on"] / summed
-        held &= on <= MOST and off >= (LEAST_DELAYED if float(at) else LEAST)
+        held &= on <= MOST[sharding] and off >= (LEAST_DELAYED if float(at) else LEAST)
         link = f"{1e3 * float(at):.0f} ms a collective" if float(at) else "gloo alone"
         print(
             f"{sharding:<9} {link:<20} {found['buckets']} buckets, {1e3 * summed:7.1f} ms summed;  "
@@ -215,7 +217,7 @@ def report(sharding: str, steps: int, delay: float, *, tiny: bool = False) -> bo
 @click.command(help=__doc__)
 @click.option("--steps", default=5, help="Measured steps of each kind.")
 @click.option("--delay-ms", default=60.0, help="What the slow link takes for a collective.")
-@click.option("--sharding", default="no_shard,optim", help="Strategies, comma-separated.")
+@click.option("--sharding", default=",".join(MOST), help="Strategies, comma-separated.")
 @click.option("--tiny", is_flag=True, help="Toy sizes, to try the script itself.")
 @click.option("--worker", "worker_", default="", hidden=True)
 def main(steps: int, delay_ms: float, sharding: str, tiny: bool, worker_: str) -> None:
