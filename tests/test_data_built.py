@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -351,6 +354,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 def reader(rank: int, folder: str, path: str, seq_len: int) -> list[list[int]]:
     """A rank of one of two jobs: all samples of an epoch, begun together."""
+    folder = folder.replace("RANK", str(rank))
     share = Share(data.open_indexed(path), range(50), "x")
     source = Built(shares=(share,), samples=60, cache=Path(folder))
     dist.barrier()
@@ -368,6 +372,80 @@ def test_jobs_that_start_together_on_one_cache(tmp_path, pool):
         assert pool.run(reader, folder, path, seq_len, world=4) == [right[seq_len]] * 4
         kept = [p.name for p in Path(folder).iterdir() if not p.name.startswith(".")]
         assert len(kept) == 1 + attempt % 2
+    own = str(tmp_path / "own-RANK")  # folders of the nodes' own
+    assert pool.run(reader, own, path, 4, world=4) == [right[4]] * 4
+    assert len([*tmp_path.glob("own-*/*/contents.json")]) == 4
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from mfun.data import Writer, cache
+
+calls, fatal, what, folder = 0, int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+
+def counted(original):
+    def call(*args, **rest):
+        global calls
+        if calls == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls += 1
+        return original(*args, **rest)
+    return call
+
+os.fsync = counted(os.fsync)
+for name in ("replace", "rename", "unlink"):
+    setattr(Path, name, counted(getattr(Path, name)))
+if what == "cache":
+    cache.cached(folder, "key", lambda: {"a": np.arange(9), "b": np.arange(3)})
+else:
+    with Writer(folder / "x", np.dtype("<u2")) as out:
+        out.add([7, 8])
+print(calls)
+"""
+
+
+def killed(fatal: int, what: str, folder: Path) -> int | None:
+    """Write a cache or a dataset and die at a call; how many calls there were, None if it died."""
+    words = [sys.executable, "-c", KILLED, str(fatal), what, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return int(done.stdout) if done.returncode == 0 else None
+
+
+def test_a_kill_while_a_cache_is_written(tmp_path):
+    """At every fsync and rename: whoever comes next has all of it, and waits for nobody."""
+    for fatal in range(20):
+        folder = tmp_path / str(fatal)
+        calls = killed(fatal, "cache", folder)
+        got = cache.cached(folder, "key", lambda: {"a": np.arange(9), "b": np.arange(3)})
+        assert (got["a"].tolist(), got["b"].tolist()) == ([*range(9)], [0, 1, 2])
+        if calls is not None:
+            break
+    assert calls == fatal == 5  # three files, the folder's rename and its fsync
+
+
+def test_a_kill_while_a_dataset_is_written(tmp_path):
+    """At every fsync, removal and rename: the old one, the new one or none, never half of each."""
+    found = []
+    for fatal in range(20):
+        folder = tmp_path / str(fatal)
+        folder.mkdir()
+        write(folder / "x", [[1, 2, 3], [4]])
+        calls = killed(fatal, "dataset", folder)
+        try:
+            dataset = data.open_indexed(folder / "x")
+            found.append([dataset.document(i).tolist() for i in range(len(dataset))])
+        except DataError as error:
+            assert "x.idx cannot be read" in str(error)
+            found.append([])
+        write(folder / "x", [[5]])  # what is left hinders nobody
+        assert len(data.open_indexed(folder / "x")) == 1
+        if calls is not None:
+            break
+    old, new = [[1, 2, 3], [4]], [[7, 8]]
+    assert found == [old, old, old, [], [], new, new, new, new]
 
 
 def test_a_source_that_changed_is_not_taken_for_the_old_one(tmp_path):
