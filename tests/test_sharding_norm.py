@@ -51,7 +51,8 @@ def allowed(row: Row) -> bool:
     """Copies are of the shards of half the data ranks; 8 ranks are the most."""
     copies = row.get("shard_copies") == "2"
     odd = copies and (row.get("dp") in ("1", "3") or row.get("sharding") == "no_shard")
-    return not odd and math.prod(int(row.get(a, "1")) for a in ("tp", "pp", "dp")) <= 8
+    least = {"dp": "2" if copies else "1", **row}  # where dp is not chosen yet
+    return not odd and math.prod(int(least.get(a, "1")) for a in ("tp", "pp", "dp")) <= 8
 
 
 def small(row: Row) -> Config:
