@@ -148,7 +148,7 @@ def test_a_checkpoint_is_shown(tmp_path: Path) -> None:
     assert f"mfun checkpoint of step 7, 0 samples: {step_folder(tmp_path, 7)}" in told
     assert "saved by 3 ranks (tp 3)" in told and "3 files of 200 B" in told
     assert "params: 26 elements in 2 tensors, 104 B, float32" in told
-    assert "opt.adam.mu: 24 elements in 1 tensors, 96 B, float32" in told
+    assert "opt.adam.mu: 24 elements in 1 tensor, 96 B, float32" in told
     rows = {
         line.split()[0]: line for line in told.splitlines() if line.startswith(("params.", "opt."))
     }
@@ -184,7 +184,7 @@ def test_numbers_are_shown(tmp_path: Path) -> None:
     told = inspect(tmp_path / "some.safetensors", "--stats").output
     assert re_line(told, "x  ").split()[1:3] == ["5", "1.75"]
     assert re_line(told, "x  ").endswith("1 NaN, 1 Inf, 1 of 3 rows zero")
-    assert "1 of 2 tensors have elements that are not finite" in told
+    assert "tensors with elements that are not finite: 1 of 2" in told
 
 
 def test_for_programs(tmp_path: Path) -> None:
@@ -218,12 +218,12 @@ def test_what_differs_is_shown(tmp_path: Path) -> None:
     save_file({**held, "h": torch.ones(3, 2), "y": torch.ones(1)}, b)
     done = inspect(a, "--diff", b)
     assert done.exit_code == 1
-    assert "v: 1 elements differ, by at most 0.5 (0.062 of the largest)" in done.output
+    assert "v: 1 element not equal, by at most 0.5 (0.062 of the largest)" in done.output
     assert "h: shape: float32 [2, 3] and float32 [3, 2]" in done.output
-    assert "t: float32 [2] and float16 [2]: 0 elements differ" in done.output
+    assert "t: float32 [2] and float16 [2]: 0 elements not equal" in done.output
     assert "x: only in the first: float32 [1]" in done.output
     assert "y: only in the second: float32 [1]" in done.output
-    assert "1 tensors are equal to the bit, 5 differ" in done.output
+    assert "1 equal to the bit, 5 not, of 6 tensors" in done.output
     assert inspect(a, "--diff", a).exit_code == 0
     kinds = {one.name: one.kind for one in compare(open_source(a), open_source(b))}
     assert kinds["s"] == "equal" and kinds["v"] == "values"
@@ -241,12 +241,12 @@ def test_layouts_do_not_differ(tmp_path: Path) -> None:
     other = to_toml(load("tiny", ["optim.lr=0.5"]))
     save(tmp_path / "one", 9, held, config=other)
     done = inspect(tmp_path / "three", "--diff", tmp_path / "one")
-    assert done.exit_code == 0 and "3 tensors are equal to the bit, 0 differ" in done.output
+    assert done.exit_code == 0 and "3 equal to the bit, 0 not, of 3 tensors" in done.output
     assert "step: 7 and 9" in done.output and "optim.lr: 0.002 and 0.5" in done.output
     three_ranks(tmp_path / "scaled", scale=1.5)
     done = inspect(tmp_path / "scaled", "--diff", tmp_path / "one", "--tensors", "params.*")
-    assert "params.w: 23 elements differ, by at most 11.5 (0.5 of the largest)" in done.output
-    assert "1 tensors are equal to the bit, 1 differ" in done.output
+    assert "params.w: 23 elements not equal, by at most 11.5 (0.5 of the largest)" in done.output
+    assert "1 equal to the bit, 1 not, of 2 tensors" in done.output
 
 
 # ---------------------------------------------------------------------------- damage
@@ -321,19 +321,19 @@ statistics(open_source(Path(sys.argv[1])).tensors["small"])
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
 found = statistics(open_source(Path(sys.argv[1])).tensors["large"])
-assert found.zeros == 400 * 250_000 and found.dead == 400
+assert found.zeros == 160 * 250_000 and found.dead == 160
 print(peak() - before)
 """
 
 
 def test_statistics_of_a_large_tensor_take_little_memory(tmp_path: Path) -> None:
-    """400 MB are read in 64 MB more than a chunk of it needs."""
-    shapes = {"large": ("float32", (400, 250_000)), "small": ("float32", (2, 1 << 21))}
+    """160 MB are read in 32 MB more than a chunk of it needs."""
+    shapes = {"large": ("float32", (160, 250_000)), "small": ("float32", (2, 1 << 19))}
     start, order = header(shapes)
     assert order[0] == "large"
     with (tmp_path / "some.safetensors").open("wb") as file:
         file.write(start)
-        file.truncate(len(start) + 400 * 1_000_000 + (1 << 24))
+        file.truncate(len(start) + 160 * 1_000_000 + (1 << 22))
     words = [sys.executable, "-c", STREAMED, str(tmp_path / "some.safetensors")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 64_000, done.stdout
+    assert int(done.stdout) < 32_000, done.stdout

@@ -100,7 +100,8 @@ def _verify(source: Source, as_json: bool) -> None:
 
     if source.index is not None:
         checkpoint.check_files(source.path, source.index, source.index.files)
-        told = f"{len(source.index.files)} files are what was written: {source.path}"
+        many = len(source.index.files)
+        told = f"{many} file{'s are' if many > 1 else ' is'} what was written: {source.path}"
     else:
         told = f"headers and sizes are sound, but there are no hashes: {source.path}"
     click.echo(
@@ -134,7 +135,7 @@ def _diff(first: Source, second: Source, names: list[str] | None, as_json: bool)
     else:
         for key, (a, b) in about.items():
             click.echo(f"{key}: {a} and {b}")
-        click.echo(f"{equal} tensors are equal to the bit, {len(apart)} differ")
+        click.echo(f"{equal} equal to the bit, {len(apart)} not, of {equal + len(apart)} tensors")
     sys.exit(1 if apart else 0)
 
 

@@ -29,8 +29,9 @@ def head(source: Source) -> Iterator[str]:
     for group, names in groups(source).items():
         whole = [source.tensors[name] for name in names]
         kinds = ", ".join(sorted({one.dtype for one in whole}))
+        many = f"{len(whole)} tensor{'s' * (len(whole) > 1)}"
         yield (
-            f"{group}: {count(sum(one.numel for one in whole))} elements in {len(whole)} tensors, "
+            f"{group}: {count(sum(one.numel for one in whole))} elements in {many}, "
             f"{size(sum(one.nbytes for one in whole))}, {kinds}"
         )
 
@@ -106,7 +107,7 @@ def stats_lines(source: Source, names: Sequence[str]) -> Iterator[str]:
         trouble += found.nan + found.inf > 0
         yield f"{name:<{width}}  {' '.join(f'{x:>10.4g}' for x in row)}  {notes}".rstrip()
     yield ""
-    yield f"{trouble} of {len(names)} tensors have elements that are not finite"
+    yield f"tensors with elements that are not finite: {trouble} of {len(names)}"
 
 
 def stats_notes(found: Statistics) -> str:
@@ -126,8 +127,8 @@ def difference_line(one: Difference) -> str:
     if one.kind in ("values", "dtype"):
         types = f"{one.first} and {one.second}: " if one.kind == "dtype" else ""
         return (
-            f"{one.name}: {types}{count(one.count)} elements differ, by at most {one.most:.3g} "
-            f"({one.relative:.2g} of the largest)"
+            f"{one.name}: {types}{count(one.count)} element{'s' * (one.count != 1)} not equal, "
+            f"by at most {one.most:.3g} ({one.relative:.2g} of the largest)"
         )
     both = " and ".join(filter(None, (one.first, one.second)))
     return f"{one.name}: {one.kind}: {both}"

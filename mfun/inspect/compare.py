@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mfun.inspect.source import Source, Whole
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Elements that are compared at a time."""
 Kind = Literal["equal", "only in the first", "only in the second", "shape", "dtype", "values"]
 
@@ -62,18 +62,20 @@ def _text(one: Whole | None) -> str:
 
 def _values(name: str, a: Whole, b: Whole) -> Difference:
     x, y = a.read().flatten(), b.read().flatten()
+    if a.dtype == b.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+        return Difference(name, "equal", _text(a), _text(b))
     kind: Kind = "values" if a.dtype == b.dtype else "dtype"
     count, most, largest = 0, 0.0, 0.0
     for at in range(0, x.numel(), CHUNK):
         u, v = x[at : at + CHUNK], y[at : at + CHUNK]
-        count += int((~_same(u, v)).sum())
+        same = _same(u, v)
         u, v = u.to(torch.float64), v.to(torch.float64)
-        both = u.isfinite() & v.isfinite()
-        if bool(both.any()):
-            most = max(most, float((u - v)[both].abs().max()))
-            largest = max(largest, float(v[both].abs().max()))
-    if not count and kind == "values":
-        return Difference(name, "equal", _text(a), _text(b))
+        both = v.isfinite()
+        largest = max(largest, float(v[both].abs().max()) if bool(both.any()) else 0.0)
+        if not bool(same.all()):
+            count += int((~same).sum())
+            both &= u.isfinite() & ~same
+            most = max(most, float((u - v)[both].abs().max()) if bool(both.any()) else 0.0)
     relative = most / largest if largest else float("inf") if most else 0.0
     return Difference(name, kind, _text(a), _text(b), count, most, relative)
 
@@ -82,5 +84,5 @@ def _same(u: Tensor, v: Tensor) -> Tensor:
     """Which elements are equal: to the bit within a type, by value between two."""
     if u.dtype != v.dtype:
         u, v = u.to(torch.float64), v.to(torch.float64)
-    size = u.element_size()
-    return (u.view(torch.uint8).view(-1, size) == v.view(torch.uint8).view(-1, size)).all(1)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[u.element_size()]
+    return u.view(bits) == v.view(bits)

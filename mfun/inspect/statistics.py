@@ -13,7 +13,7 @@ from torch import Tensor
 from mfun.checkpoint.pieces import Block
 from mfun.inspect.source import Whole
 
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Elements in memory at a time."""
 
 
@@ -51,10 +51,9 @@ class _Sums:
         self.least, self.most = math.inf, -math.inf
 
     def add(self, x: Tensor) -> None:
-        """Some elements."""
-        x = x.to(torch.float64)
-        finite = x.isfinite()
-        if not bool(finite.all()):
+        """Some elements, float64; they are overwritten."""
+        if not bool(x.sum().isfinite()):  # a sum of what came from fewer bits is finite if all are
+            finite = x.isfinite()
             nan = int(x.isnan().sum())
             self.nan += nan
             self.inf += x.numel() - int(finite.sum()) - nan
@@ -63,8 +62,10 @@ class _Sums:
             least, most = x.aminmax()
             self.least, self.most = min(self.least, float(least)), max(self.most, float(most))
             self.zeros += x.numel() - int(x.count_nonzero())
-            self.squares += float(x.square().sum())
-            self._join(x.numel(), float(x.mean()), float(x.var(correction=0)) * x.numel())
+            self.squares += float(x.dot(x))
+            mean = x.mean()
+            apart = x.sub_(mean)
+            self._join(x.numel(), float(mean), float(apart.dot(apart)))
 
     def _join(self, count: int, mean: float, deviations: float) -> None:
         """Mean and squared deviations from it, of what was seen and of what is new, together."""
@@ -102,11 +103,11 @@ def statistics(whole: Whole, chunk: int = CHUNK) -> Statistics:
     for block, weight in whole.boxes():
         for row, rows, first, columns in _cuts(block, chunk):
             length = block.shape[-1] if block.shape else 1
-            x = weight.run(block.at + row * length + first, rows * columns)
-            sums.add(x)
+            x = weight.run(block.at + row * length + first, rows * columns).to(torch.float64)
             if alive.numel():
                 at = _rows(block, lead, row, rows)
-                alive[at] |= (x.view(rows, columns) != 0).any(1)
+                alive[at] |= x.view(rows, columns).any(1)
+            sums.add(x)
     return sums.result(alive.numel(), alive.numel() - int(alive.sum()))
 
 
