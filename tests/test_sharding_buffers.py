@@ -172,7 +172,7 @@ def wanted(layout: Layout, given: list[dict[str, Tensor]]) -> dict[str, np.ndarr
 
 
 @given(layouts(sharded=True))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_every_element_is_owned_once(layout: Layout) -> None:
     """Of the shards of all data ranks: each element of each leaf in exactly one."""
     for world in mailbox.worlds(layout.mesh):
@@ -202,7 +202,7 @@ def test_every_element_is_owned_once(layout: Layout) -> None:
 
 
 @given(layouts())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_views_alias_their_buffer(layout: Layout) -> None:
     """What is written to the buffer is in the views, at the places that spans say, and back."""
     for world in mailbox.worlds(layout.mesh):
@@ -224,7 +224,7 @@ def test_views_alias_their_buffer(layout: Layout) -> None:
 
 
 @given(layouts())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_types_and_groups_share_no_bucket(layout: Layout) -> None:
     """A bucket is of one type and one group; a leaf that two stages hold is alone in its own."""
     for stage in layout.stages:
@@ -261,7 +261,7 @@ def reduced(
 
 
 @given(layouts(), st.booleans(), st.data())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_padding_reaches_no_sum(layout: Layout, release: bool, data: st.DataObject) -> None:
     """Norm, zeros, the check for NaN and the leaves are numpy's, whatever memory held before."""
     release = release and layout.sharded
@@ -307,7 +307,7 @@ def assert_pieces(layout: Layout, stage: Stage, path: str, x: Tensor, want: np.n
 
 
 @given(layouts(sharded=True))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_shards_and_leaves_are_each_others_inverse(layout: Layout) -> None:
     """An optimizer's state through its shards and back, to the bit; shards' padding is 0."""
     for world in mailbox.worlds(layout.mesh):
