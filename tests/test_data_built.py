@@ -523,7 +523,15 @@ def test_packed_is_all_resets():
 
 @pytest.mark.parametrize(
     "contents",
-    ["[1]", "{", '{"vocab": "many"}', '{"other": 1}', '{"eod": 1.5}', '{"vocab": true}'],
+    [
+        "[1]",
+        "{",
+        '{"vocab": "many"}',
+        '{"other": 1}',
+        '{"eod": 1.5}',
+        '{"vocab": true}',
+        '{"tokenizer": "../x.json"}',
+    ],
 )
 def test_a_damaged_description_is_named(contents, tmp_path):
     """X.json that something else wrote."""

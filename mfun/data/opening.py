@@ -57,6 +57,8 @@ def read_about(path: str | Path) -> About:
         kinds = {key: type(value) for key, value in attrs.asdict(about).items()}
         if kinds != {"tokenizer": str, "vocab": int, "eod": int, "largest": int}:
             raise TypeError(f"values of other types than text and whole numbers: {values}")
+        if about.tokenizer != Path(about.tokenizer).name:
+            raise ValueError(f"the tokenizer {about.tokenizer!r} is no file's name")
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
             f"{file} is not what `mfun data build` writes ({error}): remove it, or build again"
