@@ -416,6 +416,7 @@ def killed(fatal: int, what: str, folder: Path) -> int | None:
 
 def test_a_kill_while_a_cache_is_written(tmp_path):
     """At every fsync and rename: whoever comes next has all of it, and waits for nobody."""
+    calls, fatal = None, 0
     for fatal in range(20):
         folder = tmp_path / str(fatal)
         calls = killed(fatal, "cache", folder)
