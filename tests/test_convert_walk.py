@@ -13,6 +13,7 @@ import torch
 import transformers
 from click.testing import CliRunner, Result
 from hf import in_double
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,6 +22,8 @@ from mfun.checkpoint import CheckpointError, Order, save
 from mfun.cli import main
 from mfun.comm import ProcessWorld, finish
 from mfun.config import Config, from_file, load, resolve, to_toml
+from mfun.convert import from_hf
+from mfun.data import train_bpe
 from mfun.grads import needed_groups
 from mfun.mesh import Mesh
 from mfun.spec import init_params
@@ -40,10 +43,10 @@ def mfun(*words: object) -> Result:
     return CliRunner().invoke(main, [*map(str, words)], catch_exceptions=False)
 
 
-def llama() -> Any:
+def llama(vocab: int = 257) -> Any:
     """A Llama over bytes and one token more, with stretched rotary angles, in float64."""
     config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         rms_norm_eps=1e-3, bos_token_id=0, eos_token_id=0, rope_parameters={
             "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -133,6 +136,40 @@ def test_the_whole_walk(folder: Path) -> None:
     assert mfun("convert", "from-hf", "back", "again").exit_code == 0
     told = mfun("sample", "again", "--prompt", "to be", "--temperature", 0, "--tokens", 20).output
     assert told.rstrip("\n") == text.rstrip("\n")
+
+
+def test_a_tokenizer_goes_along(folder: Path) -> None:
+    """Samples are of the model's own tokens, as `tokenizers` decodes them; training on bytes is
+    refused with the way out, and that way works."""
+    train_bpe([TEXT], 300, Path("vocabulary.json"))
+    model = llama(300)
+    model.save_pretrained("theirs")
+    tokenizer = Tokenizer.from_file("vocabulary.json")
+    tokenizer.save("theirs/tokenizer.json")
+    from_hf(Path("theirs"), Path("ours"))
+    ids = tokenizer.encode("to be").ids
+    with in_double("llama"), torch.no_grad():
+        for _ in range(12):
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            ids.append(int(logits[: tokenizer.get_vocab_size()].argmax()))
+    told = mfun("sample", "ours", "--prompt", "to be", "--temperature", 0, "--tokens", 12).output
+    assert told == tokenizer.decode(ids, skip_special_tokens=False) + "\n"
+    words = [
+        "train", "ours/config.toml", "model.seq_len=8", "train.steps=1", "train.global_batch=2",
+        "train.microbatches=1", "train.eval_every=0", "train.malloc_tuning=false",
+    ]  # fmt: skip
+    done = mfun(*words, "data.path=text.txt", "--run-dir", "bytes")
+    assert done.exit_code == 1
+    assert "mfun data build TEXT X --tokenizer" in " ".join(done.output.split())
+    file = "ours/hf/tokenizer.json"
+    done = mfun("data", "build", "text.txt", "data/mine", "--tokenizer", file)
+    assert done.exit_code == 0, done.output
+    done = mfun(*words, "data.path=data/mine", "--run-dir", "tuned")
+    assert done.exit_code == 0, done.output
+    alone = from_file(Path("tuned/config.toml"))
+    (row,) = map(json.loads, Path("tuned/metrics.jsonl").read_text().splitlines())
+    assert row["loss"] == pytest.approx(loss_of(model, alone, 0), rel=1e-12)
+    assert mfun("sample", "tuned", "--prompt", "to be", "--tokens", 3).exit_code == 0
 
 
 SMALL = (
