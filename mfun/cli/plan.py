@@ -77,6 +77,8 @@ def memory_lines(config: Config, device: str) -> Iterator[str]:
         )
     yield ""
     yield KEY
+    if config.parallel.offload_optimizer:
+        yield "host: masters and moments in the host's memory; on CPU they count among those held."
 
 
 def fullest(config: Config, device: str) -> Account:
