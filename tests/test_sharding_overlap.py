@@ -93,9 +93,9 @@ def test_the_measurement_exits_by_its_expectation(
 @pytest.mark.full
 @pytest.mark.parametrize("sharding", ["no_shard", "optim"])
 def test_the_measurement_runs(sharding: str) -> None:
-    """On two ranks at toy size; the slow link takes its time for every bucket."""
+    """On two ranks at toy size; the slow link takes its time for every bucket but a toy's norms."""
     found = overlap.launch(sharding, steps=1, delay=0.02, tiny=True)
     assert found["buckets"] > 1
     late = found["seconds"]["0.02"]
-    assert min(late["summed"], late["off"]) >= 0.02 * found["buckets"]
+    assert min(late["summed"], late["off"]) >= 0.02 * (found["buckets"] - (sharding == "optim"))
     assert late["on"] < late["summed"]
