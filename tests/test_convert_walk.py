@@ -209,7 +209,12 @@ def started(config: Config) -> list[Run]:
 
 @pytest.mark.parametrize(
     ("precision", "sharding"),
-    [("fp64", "no_shard"), ("fp32", "optim"), *(("bf16", sharding) for sharding in SHARDING)],
+    [
+        ("fp64", "no_shard"),
+        ("fp32", "optim"),
+        ("bf16", "optim parallel.gather_ahead=true"),
+        *(("bf16", sharding) for sharding in SHARDING),
+    ],
 )
 def test_weights_start_a_run_in_any_layout(sharding: str, precision: str, tmp_path: Path) -> None:
     """At tp 2 x pp 2 x dp 2, whatever is sharded and however wide numbers are: the parameters are

@@ -35,7 +35,7 @@ def start(trainer: Trainer, peers: Peers) -> State:
     opened = checkpoint.open_checkpoint(
         folder, _expected(plan, index), Rules(unexpected=("opt.*",))
     )
-    state = trainer.blank()
+    state = State(0, trainer.params.blank(), {})
     held = saving.held(trainer, state)
     targets = {h.name: (h.piece, h.tensor) for h in held if h.name.startswith("params.")}
     if peers.any(checkpoint.fill(opened, targets)):
