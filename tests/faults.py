@@ -2794,7 +2794,10 @@ CONVERSION = (
     ),
     Fault(
         "masters are what was there before the weights",
-        edit("train.starting:start", ("trainer.fresh(state.params)", "state")),
+        edit(
+            "train.starting:start",
+            ("trainer.fresh(state.params)", "trainer.init()._replace(params=state.params)"),
+        ),
         convert.masters_are_of_the_weights,
         "the head's master is another",
         "the first update throws the loaded weights away",
