@@ -24,6 +24,7 @@ from mfun.checkpoint.format import CheckpointError, read_header
 from mfun.checkpoint.hashing import CHUNK, Hash
 from mfun.checkpoint.index import Entry, File, Index, read_index
 from mfun.checkpoint.pieces import Copy, Piece, common, whole
+from mfun.checkpoint.room import empty
 from mfun.checkpoint.writer import dtype_name
 
 Expected = Mapping[str, tuple[Sequence[int], torch.dtype]]
@@ -206,7 +207,7 @@ def load(
     targets = {}
     for name in opened.names:
         piece = (pieces or {}).get(name) or whole(expected[name][0])
-        targets[name] = piece, torch.empty(piece.shape, dtype=expected[name][1])
+        targets[name] = piece, empty(piece.shape, expected[name][1])
     fill(opened, targets)
     return {name: target for name, (_, target) in targets.items()}
 

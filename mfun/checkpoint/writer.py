@@ -27,6 +27,7 @@ from mfun.checkpoint.index import (
     index_text,
 )
 from mfun.checkpoint.pieces import Piece, whole
+from mfun.checkpoint.room import empty
 
 Agree = Callable[[bool], bool]
 """Whether any rank says yes; every rank calls it, and none returns before all have."""
@@ -184,7 +185,7 @@ def together(order: Order, phases: Sequence[Callable[[], None]], agree: Agree) -
 
 def _copy(x: Tensor) -> Tensor:
     """The same values on the CPU in memory of their own."""
-    return torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
+    return empty(x.shape, x.dtype).copy_(x.detach())
 
 
 def _dtype(x: Tensor) -> str:

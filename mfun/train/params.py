@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mfun import tree
+from mfun.checkpoint.room import zeros
 from mfun.comm.world import Waits, World
 from mfun.grads import ParamBuffers, shard_name
 from mfun.pipeline.program import Program
@@ -68,13 +69,13 @@ class StageParams:
             for bucket in plan.buckets(self.stage.index):
                 path = bucket.spans[0].path
                 shards = math.prod(map(plan.mesh.size, plan.table[path].shard_axes))
-                zeros = like[path].new_zeros(*world.lead, bucket.size // shards)
-                out[shard_name(bucket.index)] = zeros
+                shape = (*world.lead, bucket.size // shards)
+                out[shard_name(bucket.index)] = zeros(shape, like[path].dtype, like[path].device)
             return out
         if plan.sharded:
             self.flat = flat_params(plan, world, like)
             return tree.unflatten(self.flat.views)
-        return tree.unflatten({path: x.new_zeros(x.shape) for path, x in like.items()})
+        return tree.unflatten({path: zeros(x.shape, x.dtype, x.device) for path, x in like.items()})
 
     def _nothing(self, spec: ParamSpec) -> Tensor:
         """Zeros of a parameter's shape and type, in the memory of one element."""

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -176,11 +177,13 @@ def _key(plan: Plan, step: int) -> tuple[int, ...]:
 def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Every tensor of the whole run, by the names of its parameters."""
     specs = plan.specs
+    parallel = attrs.evolve(plan.config.parallel, offload_optimizer=False)  # of no memory at all
+    near = attrs.evolve(plan, config=attrs.evolve(plan.config, parallel=parallel))
     leaves = {
         path: torch.empty(spec.shape, dtype=spec.dtype_among(plan.dtype), device="meta")
         for path, spec in specs.items()
     }
-    state = State(0, tree.unflatten(leaves), build_optimizer(plan).init(leaves))
+    state = State(0, tree.unflatten(leaves), build_optimizer(near).init(leaves))
     return {
         name: (specs[path].shape if (path := owner(name, plan.table)) else (), _kept(name, x, plan))
         for name, x in state_leaves(state).items()

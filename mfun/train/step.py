@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mfun import optim, rng, tree
+from mfun.checkpoint.room import zeros
 from mfun.comm.world import Message, Waits, World
 from mfun.grads import (
     GradBuffers,
@@ -139,7 +140,14 @@ class Trainer:
 
     def blank(self) -> State:
         """A state of zeros in this trainer's form, to be filled from a checkpoint."""
-        return self.fresh(self.params.blank())
+        params = self.params.blank()
+        if self.plan.config.parallel.offload_optimizer:
+            return self.fresh(params)
+        leaves = self.params.leaves(params)
+        opt = self.optimizer.init({name: x.to("meta") for name, x in leaves.items()})
+        device = next(iter(leaves.values())).device
+        room = {n: zeros(x.shape, x.dtype, device) for n, x in optim.state_tensors(opt).items()}
+        return State(0, params, optim.restore_state(opt, room, optim.state_scalars(opt)))
 
     def adopt(self, state: State) -> State:
         """A state by path, as checkpoints hold it, as this trainer runs it."""

@@ -52,9 +52,9 @@ SIDES = ("mfun", "dcp", "safetensors")
 Times = dict[str, dict[str, list[float]]]
 
 
-def config_of(megabytes: int, tp: int) -> Config:
+def config_of(megabytes: int, tp: int, hidden: int = 1024) -> Config:
     """A GPT whose state is about so large."""
-    hidden, vocab = (1024, 8192) if megabytes >= 200 else (128, 512)
+    hidden, vocab = (hidden, 8192) if megabytes >= 200 else (128, 512)
     block, table = 12 * hidden * hidden, vocab * hidden
     layers = max(1, round((megabytes * 1e6 / 12 - table) / block))
     keys = {"layers": layers, "hidden": hidden, "heads": 8, "vocab": vocab, "seq_len": 64}
@@ -207,10 +207,14 @@ def uncached(folder: Path) -> Iterator[Callable[[], int]]:
 
 
 def shard_bytes(megabytes: int, folder: Path) -> tuple[int, int]:
-    """Bytes of one of two tp shards, and those that were read for it from one file."""
-    config = config_of(megabytes, 2)
+    """Bytes of one of two tp shards, and those that were read for it from one file.
+
+    Rows of half a hidden size of 2048 are a page of the disk. Of a smaller model, the matrix after
+    attention would have to be read whole.
+    """
+    config = config_of(megabytes, 2, 2048)
     layout, mesh = plan(config), Mesh(tp=2)
-    tensors = whole(config_of(megabytes, 1))
+    tensors = whole(config_of(megabytes, 1, 2048))
     run = folder / "whole"
     at = checkpoint.save(Order(run_dir=run, step=0, tensors=tensors))
     expected = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
