@@ -62,9 +62,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def is_state_of(folder: Path, step: int) -> bool:
+def is_state_of(folder: Path | None, step: int) -> bool:
     """Whether a folder holds exactly the state of a step."""
-    if checkpoint.read_index(folder).step != step:
+    if folder is None or checkpoint.read_index(folder).step != step:
         return False
     loaded = load(folder, state(step))
     return all(same_bits(loaded[n], t) for n, t in state(step).items())

@@ -95,7 +95,8 @@ def run(
     peers = ThreadPeers(layout.mesh.world)
 
     def main(groups: Any) -> Run:
-        trainer, mine = Trainer(layout, ProcessWorld(groups)), peers.of(int(groups.rank))
+        world, mine = ProcessWorld(groups), peers.of(int(groups.rank))
+        trainer = Trainer(layout, world)
         state = saving.load(trainer, resume, mine, rules) if resume else trainer.init()
         seen, kept, numbers = [], {}, {}
         for step in range(before + after + 1):
@@ -106,7 +107,7 @@ def run(
                 kept = {n: x.clone() for n, x in leaves.items()}
                 numbers = optim.state_scalars(state.opt)
             if step < before + after:
-                batches = rank_batches(config, trainer.world.coords, state.step)
+                batches = rank_batches(config, world.coords, state.step)
                 state, metrics = finish(trainer.step(state, batches))
                 seen.append(metrics)
         return Run(seen, kept, numbers)

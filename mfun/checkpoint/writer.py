@@ -261,4 +261,5 @@ def _collect(
 
 
 def _entry(row: dict[str, Any]) -> Entry:
-    return Entry(**{key: tuple(x) if isinstance(x, list) else x for key, x in row.items()})
+    fields: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in row.items()}
+    return Entry(**fields)

@@ -125,9 +125,9 @@ class Side:
             case "mfun":
                 saving.save(self.trainer, self.state, folder, self.peers)
             case "dcp":
-                import torch.distributed.checkpoint as dcp
+                from torch.distributed.checkpoint.state_dict_saver import save
 
-                dcp.save(self.tensors, checkpoint_id=folder)
+                save(self.tensors, checkpoint_id=folder)
             case _ if self.first:
                 from safetensors.torch import save_file
 
@@ -143,10 +143,10 @@ class Side:
                 assert found is not None
                 return saving.load(self.trainer, found, self.peers)
             case "dcp":
-                import torch.distributed.checkpoint as dcp
+                from torch.distributed.checkpoint import state_dict_loader
 
                 tensors = as_dtensors(self.trainer, self.trainer.blank())
-                dcp.load(tensors, checkpoint_id=folder)
+                state_dict_loader.load(tensors, checkpoint_id=folder)
                 return tensors
             case _ if self.first:
                 from safetensors.torch import load_file
