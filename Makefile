@@ -9,14 +9,16 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-full check format build wheel-test clean
+.PHONY: help train test test-full proofs check format build wheel-test clean
 
 help:
 	@echo "make train        train the default model on 4 local ranks (ARGS=... to change it)"
 	@echo "make test         the tests"
 	@echo "make test-full    the tests with the long grids"
+	@echo "make proofs       install Rocq if it is missing (Debian), check the theorems and the code"
 	@echo "make check        lint, format and types"
 	@echo "make format       put the format right"
 	@echo "make build        wheel and sdist in dist/"
@@ -31,6 +33,11 @@ test: .venv/.dev
 
 test-full: .venv/.dev
 	$(PYTEST) -m "" $(ARGS)
+
+proofs: .venv/.dev
+	@packages=$$($(BIN)/python -m proofs.rocq) || { $(SUDO) apt-get update -q && \
+	  $(SUDO) apt-get install -q -y --no-install-recommends $$packages; } || true
+	$(BIN)/python -m proofs $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

@@ -182,6 +182,7 @@ def plan_buckets(
       [('a', 0, 100)] 100 128
 
     Source: Megatron-LM core/distributed/param_and_grad_buffer.py.
+    Proof: proofs/Buckets.v, plan_keeps_leaves, spans_disjoint, padded_divides, padding_inert.
     """
     leaves = [Leaf(*leaf) for leaf in leaves]
     _refuse(leaves, bucket_size=bucket_size, shards=shards, align=align, pad=pad)
@@ -257,6 +258,8 @@ def shard_pieces(bucket: Bucket, shards: int, i: int) -> tuple[Piece, ...]:
       >>> (bucket,) = plan_buckets([Leaf("a", (100,)), Leaf("b", (50,))], shards=2)
       >>> shard_pieces(bucket, 2, 1)
       (Piece(path='a', start=128, stop=164, offset=64, end=100),)
+
+    Proof: proofs/Buckets.v, pieces_partition.
     """
     low, high = shard_range(bucket, shards, i)
     pieces = []

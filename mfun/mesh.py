@@ -125,6 +125,7 @@ class Mesh:
       {'tp': 1, 'cp': 0, 'dp': 2, 'pp': 0}
 
     Source: Megatron-LM core/parallel_state.py, RankGenerator.
+    Proof: proofs/Mesh.v, rank_coords, coords_rank, coords_stride.
     """
 
     tp: int = attrs.field(default=1, validator=_positive)
@@ -225,6 +226,8 @@ class Mesh:
         Example:
           >>> Mesh(tp=2, pp=3).groups(stages=(0, 2))
           ((0, 4), (1, 5))
+
+        Proof: proofs/Mesh.v, groups_partition, group_size.
         """
         digits = self.digits(*axes)[::-1]
         ranks = np.arange(self.world).reshape([d.size for d in digits])

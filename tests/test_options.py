@@ -46,7 +46,8 @@ megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buf
 OTHER = set(
     """
     tp cp ep etp dp pp order chunks schedule microbatch_group in_flight layers_per_stage
-    count_embedding count_loss sequence_parallel recompute recompute_layers offload offload_optimizer
+    count_embedding count_loss sequence_parallel recompute recompute_layers offload
+    offload_optimizer
     """.split()
 )
 """Fields of the section parallel that are not about data parallelism's communication."""

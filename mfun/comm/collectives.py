@@ -38,6 +38,7 @@ class Rule(NamedTuple):
         return self.types[0] in "IR"
 
 
+# The theorem of a row is `<name>_transpose` in proofs/Collectives.v.
 DUALS: dict[str, Rule] = {
     "copy": Rule("I -> R", "reduce", "copy_to_tensor_model_parallel_region (f)"),
     "reduce": Rule("P -> I", "copy", "reduce_from_tensor_model_parallel_region (g)"),
@@ -243,7 +244,7 @@ def copy(x: Tensor, axis: Axis) -> Tensor:
         tensor(30.)
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, copy_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("copy", x, axis)
 
@@ -271,7 +272,7 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
         [3.0, 3.0]
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, reduce_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("reduce", x, axis)
 
@@ -298,7 +299,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
         >>> run(torch.tensor([1.0, 2.0])).tolist()
         [3.0, 3.0]
 
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, all_reduce_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("all_reduce", x, axis)
 
@@ -329,7 +330,7 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
         [[1.0, 2.0], [1.0, 2.0]]
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), g-bar's pair.
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, gather_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("gather", x, axis, _dim(x, dim, axis, "gather", divide=False))
 
@@ -360,7 +361,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
         [[4.0], [6.0]]
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198).
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, reduce_scatter_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("reduce_scatter", x, axis, _dim(x, dim, axis, "reduce_scatter", divide=True))
 
@@ -390,7 +391,7 @@ def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
         >>> run(torch.tensor([[1.0, 2.0], [1.0, 2.0]])).tolist()
         [[1.0], [2.0]]
 
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, split_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("split", x, axis, _dim(x, dim, axis, "split", divide=True))
 
@@ -420,7 +421,7 @@ def unsplit(x: Tensor, axis: Axis, dim: int) -> Tensor:
         >>> run(torch.tensor([[1.0], [2.0]])).tolist()
         [[1.0, 2.0], [1.0, 2.0]]
 
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, unsplit_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("unsplit", x, axis, _dim(x, dim, axis, "unsplit", divide=False))
 
@@ -450,7 +451,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
         [[1.0, 3.0], [2.0, 4.0]]
 
     Source: Jacobs et al. 2023 (arXiv 2309.14509).
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, all_to_all_transpose; on all small meshes, proofs/duals.py.
     """
     cut = _dim(x, split_dim, axis, "all_to_all", divide=True)
     return _apply("all_to_all", x, axis, cut, _dim(x, concat_dim, axis, "all_to_all", divide=False))
@@ -476,7 +477,7 @@ def shift(x: Tensor, axis: Axis, offset: int) -> Tensor:
         >>> run(torch.tensor([1.0, 2.0])).tolist()
         [2.0, 1.0]
 
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, shift_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("shift", x, axis, offset)
 
@@ -504,7 +505,7 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
         >>> run(torch.tensor([1.0, 2.0])).tolist()
         [2.0, 2.0]
 
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, broadcast_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("broadcast", x, axis, _root(axis, root))
 
@@ -532,7 +533,7 @@ def collect(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
         >>> run(torch.tensor([1.0, 2.0])).tolist()
         [0.0, 3.0]
 
-    Proof: exact transposes on all small meshes (tests/test_collectives.py).
+    Proof: proofs/Collectives.v, collect_transpose; on all small meshes, proofs/duals.py.
     """
     return _apply("collect", x, axis, _root(axis, root))
 

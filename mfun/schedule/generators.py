@@ -61,7 +61,7 @@ def one_f_one_b(stage: int, sizes: Sizes) -> Iterator[Compute]:
       [F0, F1, B0, F2, B1, F3, B2, B3]
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473); Megatron-LM pipeline_parallel/schedules.py.
-    Proof: no interleaving deadlocks, by exhaustion (tests/test_schedule_interleavings.py).
+    Proof: proofs/OneFOneB.v, one_f_one_b_never_stuck.
     """
     microbatches = sizes.microbatches
     warmup = min(sizes.stages - stage - 1, microbatches)

@@ -188,7 +188,8 @@ def with_p2p(
       Recv(act0>1) F0 B0 Send(grad0>0)
 
     Source: Megatron-LM core/pipeline_parallel/p2p_communication.py, for the batched pairs.
-    Proof: at the head of this file; every interleaving in tests/test_schedule_interleavings.py.
+    Proof: at the head of this file, with proofs/Network.v, one_run_decides; every interleaving in
+    tests/test_schedule_interleavings.py.
     """
     writer = _Writer(list(map(list, streams)), place, costs)
     writer.write()

@@ -113,7 +113,8 @@ def rendezvous(streams: Sequence[Sequence[Op]]) -> tuple[Stuck, ...]:
       >>> rendezvous([[a, b], [c, d]])
       ()
 
-    Proof: against every interleaving, tests/test_schedule_interleavings.py.
+    Proof: proofs/Network.v, one_run_decides, one_run_refutes; and against every interleaving,
+    tests/test_schedule_interleavings.py.
     """
     network = _Network(streams)
     while network.ready:
