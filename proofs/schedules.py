@@ -164,7 +164,7 @@ def one_run_each(stages: int, microbatches: int) -> Iterator[str]:
             yield f"1f1b, {p} stages, {m} microbatches: stuck at {one_run(need)}"
 
 
-def claims(stages: int = 3, microbatches: int = 4) -> Iterator[Claim]:
+def claims(stages: int = 4, microbatches: int = 6) -> Iterator[Claim]:
     """All schedules by every interleaving on small sizes; 1F1B by one run on large ones."""
     for name in SCHEDULES:
         for room in (0, 1):

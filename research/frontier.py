@@ -79,13 +79,13 @@ def plot(rows: list[Row], p: int, m: int) -> common.Figure:
     figure, (axis,) = common.panels(1, 6, 4)
     front = sorted((row.held, 100 * row.idle) for row in rows if row.best)
     axis.step(*zip(*front, strict=True), where="post", color="tab:green", linewidth=1, alpha=0.6)
-    seen: dict[tuple[float, float], int] = {}
+    beside = {"zbv": (-22, -4), "zb-interleaved": (-78, 7), "dualpipe": (8, -6)}
     for row in rows:
         colour = "tab:green" if row.best else "tab:blue" if row.name not in WHOLE else "0.4"
         at = (row.held, 100 * row.idle)
         axis.plot(*at, "o", color=colour, markersize=6)
-        below = seen[at] = seen.get(at, -1) + 1
-        axis.annotate(row.name, at, (6, 3 - 10 * below), textcoords="offset points", fontsize=8)
+        place = beside.get(row.name, (6, 3))
+        axis.annotate(row.name, at, place, textcoords="offset points", fontsize=8)
     axis.set(
         xlabel="activations held by the fullest stage, microbatches", ylabel="idle time, %",
         xscale="log", ylim=(0, None), title=f"{p} stages, {m} microbatches",

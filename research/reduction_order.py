@@ -107,6 +107,7 @@ def plot(errors: Errors) -> common.Figure:
     axis.text(SIZES[0], 2**-8 * 1.06, "half a unit in the last place", fontsize=7, color="0.4")
     axis.set(xscale="log", yscale="log", xlabel="gradients added up", ylabel="relative error")
     axis.set_xticks(SIZES, [str(n) for n in SIZES])
+    axis.set_yticks([2.0**-k for k in range(9, 5, -1)], [f"$2^{{-{k}}}$" for k in range(9, 5, -1)])
     axis.minorticks_off()
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure

@@ -164,7 +164,7 @@ def inputs_leave() -> None:
     world = mailbox.worlds(layout.mesh, plain=True)[0]
     trainer = Trainer(layout, world)
     state = trainer.init()
-    run, layer = trainer._program(state), layout.stages[0].chunks[0][1]
+    run, layer = trainer.params.program(state.params), layout.stages[0].chunks[0][1]
     batch = rank_batches(layout.config, {"dp": 0, "cp": 0}, 0)[0]
     flight = Flight(trainer.buffers(state.params), run.paths(), 1, leaves=True)
     flight.value = {"h": torch.randn(1, 6, 8, dtype=torch.float64)}

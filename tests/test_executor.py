@@ -51,7 +51,7 @@ def middle(settings: str):
 def test_forward_inputs_and_weights_cost_one_forward_each(model):
     """2 n (products of the blocks' matrices) each, by hand; attention's scores are in F and I."""
     trainer, state, batch, x = middle(f"pp=3 layers=6 global_batch=2 microbatches=1 {model}")
-    run, grads = trainer._program(state), trainer.buffers(state.params)
+    run, grads = trainer.params.program(state.params), trainer.buffers(state.params)
     kv, up = (1 if "kv" in model else 2), (2 if "swiglu" in model else 1)
     matrices = 16 * 16 * 2 + 2 * kv * 8 * 16 + (up + 1) * 64 * 16
     tokens = batch["tokens"].numel()

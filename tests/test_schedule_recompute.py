@@ -101,7 +101,7 @@ def test_a_block_is_its_parts(model: str) -> None:
     program = plan(config)
     world = mailbox.worlds(program.mesh, plain=True)[0]
     trainer = Trainer(program, world)
-    run = trainer._program(trainer.init())
+    run = trainer.params.program(trainer.init().params)
     batch = rank_batches(config, {"dp": 0, "cp": 0}, 0)[0]
     shape = (*batch["tokens"].shape, config.model.hidden)
     x = {"h": torch.randn(*shape, dtype=torch.float64)}

@@ -547,7 +547,7 @@ def test_the_activation_formula_is_near_what_is_kept(overrides, text):
 
     from mfun import rng
 
-    program = job.trainer._program(state)
+    program = job.trainer.params.program(state.params)
     key = rng.key(0, "dropout", 0) if config.model.dropout else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         layers = program.stage.layers
