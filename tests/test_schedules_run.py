@@ -149,7 +149,9 @@ def identical(rank: int, text: str) -> list[float]:
     seeds = [torch.ones((), dtype=torch.float64)] * 4
     grads = trainer.buffers(state.params)
     stream = layout.streams[trainer.stage.index]
-    steps = train_step(trainer.params.program(state.params), stream, [batch] * 4, seeds, grads, None)
+    steps = train_step(
+        trainer.params.program(state.params), stream, [batch] * 4, seeds, grads, None
+    )
     return [float(loss) for loss in finish(steps).values()]
 
 

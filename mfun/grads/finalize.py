@@ -42,6 +42,8 @@ def finalize(grads: Any, groups: Groups, table: Mapping[str, Reduction]) -> Any:
 
     Raises:
         KeyError: a group that a row names was not made; stages are not there under `simulate`.
+
+    Proof: proofs/Sync.v, replicated_gradient, replicated_gradient_unique, partial_and_equal.
     """
 
     def one(path: str, grad: Tensor) -> Tensor:
