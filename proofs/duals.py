@@ -149,7 +149,7 @@ def real(name: str, model: Model, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Te
     run = map_ranks(local, mesh)
     shape = (mesh.stage_size, *model.takes(0).shape)
     zero = torch.zeros(shape, dtype=torch.float64)
-    y, pull = torch.func.vjp(run, zero)
+    y, pull, *_ = torch.func.vjp(run, zero)
     units = torch.eye(zero.numel(), dtype=torch.float64).view(-1, *shape)
     forward = torch.func.vmap(run)(units).flatten(1).T
     grads = torch.eye(y.numel(), dtype=torch.float64).view(-1, *y.shape)

@@ -51,9 +51,9 @@ def needs(streams: Sequence[Sequence[Op]], room: int = 0) -> Needs:
         for k, batch in enumerate(groups):
             for message in batch:
                 pair = (stage, message.peer)
-                ends[type(message)][pair if type(message) is Send else pair[::-1]].append(
-                    (k, message)
-                )
+                if type(message) is Recv:
+                    pair = (message.peer, stage)
+                ends[type(message)][pair].append((k, message))
     for pair in {*ends[Send], *ends[Recv]}:
         tags = [[message.tag for _, message in ends[kind][pair]] for kind in (Send, Recv)]
         if tags[0] != tags[1]:
@@ -85,8 +85,10 @@ def steps(need: Needs, state: State) -> list[int]:
 
 def explore(need: Needs) -> tuple[set[State], int]:
     """All states of all interleavings: those from which nothing goes on, and how many there are."""
-    first = (0,) * len(need)
-    seen, todo, final = {first}, [first], set()
+    first: State = (0,) * len(need)
+    seen: set[State] = {first}
+    todo: list[State] = [first]
+    final: set[State] = set()
     while todo:
         state = todo.pop()
         moves = steps(need, state)

@@ -49,7 +49,7 @@ def summands(mesh: Mesh, kind: str) -> tuple[Tensor, Tensor]:
 
 def problems(mesh: Mesh, p: P, declared: Mapping[str, str], kind: str) -> Iterator[str]:
     """Where `finalize` gives something else than the whole gradient."""
-    spec = ParamSpec(shape=(2 * (mesh.tp if kind == "cut" else 1),), p=p, grad=dict(declared))
+    spec = ParamSpec(shape=(2 * (mesh.tp if kind == "cut" else 1),), p=p, grad={**declared})
     table = reductions([{"leaf": spec}], mesh)
 
     def local(groups: Groups, grad: Tensor) -> Tensor:
