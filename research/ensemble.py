@@ -79,8 +79,8 @@ def plot(losses: Tensor) -> common.Figure:
 
 
 @click.command(help=__doc__)
-@click.option("--seeds", default=8, show_default=True)
-@click.option("--steps", default=60, show_default=True)
+@click.option("--seeds", default=6, show_default=True)
+@click.option("--steps", default=16, show_default=True)
 @click.option("--out", default=common.FIGURES / "ensemble.png", show_default=True, type=Path)
 def main(seeds: int, steps: int, out: Path) -> None:
     """Command line."""

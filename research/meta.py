@@ -101,8 +101,8 @@ def plot(curve: list[float], rates: Any) -> common.Figure:
 
 
 @click.command(help=__doc__)
-@click.option("--steps", default=30, show_default=True)
-@click.option("--tests", default=4, show_default=True, help="Tasks to judge by.")
+@click.option("--steps", default=10, show_default=True)
+@click.option("--tests", default=2, show_default=True, help="Tasks to judge by.")
 @click.option("--out", default=common.FIGURES / "meta.png", show_default=True, type=Path)
 def main(steps: int, tests: int, out: Path) -> None:
     """Command line."""

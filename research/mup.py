@@ -61,7 +61,12 @@ def trained(config: Config, scales: Scales, rates: Tensor, steps: int) -> Tensor
         value, g = func.value_and_gradient(lambda p: mean(p, batch), params)
         m = tree.map(lambda a, b: 0.9 * a + 0.1 * b, m, g)
         v = tree.map(lambda a, b: 0.95 * a + 0.05 * b.square(), v, g)
-        return tree.map_with_path(lambda path, *x: move(path, *x, lr, n), params, m, v), m, v, value
+        return (
+            tree.map_with_path(lambda path, p, a, b: move(path, p, a, b, lr, n), params, m, v),
+            m,
+            v,
+            value,
+        )
 
     start = tree.map_with_path(lambda path, x: x * scales(path, wider)[0], common.start(config))
     params = tree.map(lambda x: x.expand(len(rates), *x.shape), start)
@@ -111,9 +116,9 @@ def plot(curves: Curves) -> common.Figure:
 
 
 @click.command(help=__doc__)
-@click.option("--widths", default="16,32,64,128", show_default=True)
-@click.option("--steps", default=80, show_default=True)
-@click.option("--batch", default=16, show_default=True)
+@click.option("--widths", default="16,64", show_default=True)
+@click.option("--steps", default=24, show_default=True)
+@click.option("--batch", default=8, show_default=True)
 @click.option("--out", default=common.FIGURES / "mup.png", show_default=True, type=Path)
 def main(widths: str, steps: int, batch: int, out: Path) -> None:
     """Command line."""
