@@ -87,6 +87,7 @@ def vocab_embedding(
         [[[3.0], [0.0]]]
 
     Source: Megatron-LM's VocabParallelEmbedding.
+    Proof: proofs/Linear.v, vocab_embedding, vocab_embedding_backward.
     """
     if axis.size == 1:
         return lookup(tokens_bs, w_vd, weight_grads)

@@ -298,6 +298,7 @@ def column_linear(
         [[[1.0, 5.0, 9.0, 13.0]]]
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053) section 3; Megatron-LM's ColumnParallelLinear.
+    Proof: proofs/Linear.v, column_linear, column_backward_x, column_backward_w, column_backward_b.
     """
     _check("column_linear", x, w)
     added = None if skip_bias_add else b
@@ -383,6 +384,7 @@ def row_linear(
         [[[5.0]]]
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053) section 3; Megatron-LM's RowParallelLinear.
+    Proof: proofs/Linear.v, row_linear, row_backward_x, row_backward_w, row_backward_b.
     """
     if not input_is_parallel:
         x = comm.split(x, axis, -1)

@@ -108,6 +108,7 @@ def vocab_cross_entropy(
         tensor([0.5304])
 
     Source: Megatron-LM's vocab_parallel_cross_entropy, with smoothing over the global vocabulary.
+    Proof: proofs/Softmax.v, vocab_cross_entropy.
     """
     axis = Axis("whole", 1, torch.zeros((), dtype=torch.int64)) if axis is None else axis
     rule = TokenLoss(vocab=vocab, label_smoothing=label_smoothing, z_loss=z_loss)

@@ -53,6 +53,7 @@ def mlp(
         tensor([[[2.1932]]])
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053) section 3; Shazeer 2020 (2002.05202).
+    Proof: proofs/Linear.v, mlp, mlp_backward, attention_heads.
     """
     up, bias = params["up"], params.get("up_bias")
     h_bsf = column_linear(
