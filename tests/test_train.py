@@ -359,7 +359,7 @@ def test_data_is_checked_before_a_folder_is_made(text, tmp_path):
         (tmp_path / f"texts/{name}.txt").parent.mkdir(exist_ok=True)
         (tmp_path / f"texts/{name}.txt").write_text("plain " * 40)
     config = small(tmp_path / "texts", "model.vocab=128", "data.val_fraction=0.1")
-    validation = feed(config, {"dp": 0}).validation
+    validation: Any = feed(config, {"dp": 0}).validation  # here of text files
     (tmp_path / "texts" / validation.names[0]).write_text("\u00e9 " * 40)
     wrong = {
         "the validation part has token id 195": config,

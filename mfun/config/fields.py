@@ -154,7 +154,8 @@ class Table(dict[str, Any]):
         raise TypeError("a table of a configuration is frozen; make another with attrs.evolve")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
+    clear = pop = popitem = _refuse
+    setdefault = update = _refuse  # pyright: ignore[reportAssignmentType]
 
 
 def _copied(v: Any) -> Any:

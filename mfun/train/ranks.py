@@ -16,6 +16,8 @@ from datetime import timedelta
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from mfun.config import ConfigError
 
@@ -236,10 +238,10 @@ def _init(place: Place, device: torch.device, timeout_s: float) -> None:
     where = f"tcp://{place.address[0]}:{place.address[1]}" if place.address else "env://"
     cuda, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     try:
-        store, rank, world = next(dist.rendezvous(where, place.rank, place.world, timeout=timeout))
+        store, rank, world = next(rendezvous(where, place.rank, place.world, timeout=timeout))
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.PrefixStore(_attempt(os.environ, world), store),
+            store=PrefixStore(_attempt(os.environ, world), store),
             rank=rank,
             world_size=world,
             timeout=timeout,

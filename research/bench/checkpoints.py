@@ -52,9 +52,9 @@ SIDES = ("mfun", "dcp", "safetensors")
 Times = dict[str, dict[str, list[float]]]
 
 
-def config_of(megabytes: int, tp: int, hidden: int = 1024) -> Config:
+def config_of(megabytes: int, tp: int) -> Config:
     """A GPT whose state is about so large."""
-    hidden, vocab = (hidden, 8192) if megabytes >= 200 else (128, 512)
+    hidden, vocab = (1024, 8192) if megabytes >= 200 else (128, 512)
     block, table = 12 * hidden * hidden, vocab * hidden
     layers = max(1, round((megabytes * 1e6 / 12 - table) / block))
     keys = {"layers": layers, "hidden": hidden, "heads": 8, "vocab": vocab, "seq_len": 64}
@@ -209,12 +209,12 @@ def uncached(folder: Path) -> Iterator[Callable[[], int]]:
 def shard_bytes(megabytes: int, folder: Path) -> tuple[int, int]:
     """Bytes of one of two tp shards, and those that were read for it from one file.
 
-    Rows of half a hidden size of 2048 are a page of the disk. Of a smaller model, the matrix after
-    attention would have to be read whole.
+    Half a row of the matrix after attention is half a page of the disk at the hidden size of 1024,
+    so that matrix is read whole and the bound of 1.05 does not hold (1.075); at 2048 it does.
     """
-    config = config_of(megabytes, 2, 2048)
+    config = config_of(megabytes, 2)
     layout, mesh = plan(config), Mesh(tp=2)
-    tensors = whole(config_of(megabytes, 1, 2048))
+    tensors = whole(config_of(megabytes, 1))
     run = folder / "whole"
     at = checkpoint.save(Order(run_dir=run, step=0, tensors=tensors))
     expected = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}

@@ -10,9 +10,9 @@ also measured on a link that takes a fixed time for each collective and one at a
 computes for it: what a network card does, which the cores of this machine do not.
 
 Run:    python -m research.bench.overlap [--steps 5] [--delay-ms 60]
-Expect: exposed at most 20 % of the sum with overlap (30 % where the optimizer is sharded: what does
-        not decay is a bucket of all layers there, which ends with the embedding's), at least 60 %
-        without (they may run side by side), on the slow link 90 %.
+Expect: exposed at most 20 % of the sum with overlap, at least 60 % without (they may run side by
+        side), on the slow link 90 %. With a sharded optimizer the 20 % does not hold yet (25 % in 4
+        steps): what does not decay is a bucket of all layers, which ends with the embedding's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from research.bench.peers import RESULTS, SIZES, TINY
 
 FEW = 4096
 """Elements up to which a collective is one of counts and norms."""
-MOST = {"no_shard": 0.20, "optim": 0.30}
+MOST = {"no_shard": 0.20, "optim": 0.20}
 LEAST, LEAST_DELAYED = 0.60, 0.90
 """Of the summed time: exposed with overlap, without, and without on the slow link."""
 
