@@ -23,6 +23,7 @@ from mfun.cli import main
 from mfun.pipeline.flight import Flight
 from mfun.train import loop
 from mfun.train.feed import Feed
+from mfun.train.params import StageParams
 from mfun.train.step import Trainer
 
 STEP = 3
@@ -94,15 +95,14 @@ def watch(folder: Path) -> None:
 
 def skew() -> None:
     """Other initial weights, as of a rank that seeds itself."""
-    original = Trainer.init
+    original = StageParams.drawn
 
-    def skewed(self: Trainer) -> Any:
+    def skewed(self: StageParams) -> Any:
         config = self.plan.config
         other = attrs.evolve(config, train=attrs.evolve(config.train, seed=1))
-        self.plan = attrs.evolve(self.plan, config=other)
-        return original(self)
+        return original(StageParams(attrs.evolve(self.plan, config=other), self.world))
 
-    setattr(Trainer, "init", skewed)  # noqa: B010
+    setattr(StageParams, "drawn", skewed)  # noqa: B010
 
 
 if __name__ == "__main__":
