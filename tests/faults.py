@@ -1861,7 +1861,7 @@ PROCESSES = (
     Fault(
         "an overlapped reduce-scatter keeps one summand",
         edit(
-            "comm.overlap:start_reduce_scatter",
+            "comm.exchange:start_sum_pieces",
             ("sum_exchanged(own, parts, axis, over=over, wide=wide)", "own"),
         ),
         RANKS_SEQUENCE,
@@ -1901,7 +1901,7 @@ PROCESSES = (
         "a process scatters one rank's summand",
         edit(
             "comm.kernels:_reduce_scatter",
-            ("sum_exchanged(x[axis.position], parts, axis)", "x[axis.position]"),
+            ("return total()", "return x[axis.position]"),
         ),
         RANKS_SEQUENCE,
         "loss off",

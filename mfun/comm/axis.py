@@ -7,6 +7,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from mfun.comm.memory import HostMemory
+
 
 @attrs.define(eq=False)
 class Scope:
@@ -34,6 +36,7 @@ class Axis:
         check: in `simulate`, assert that values declared equal over the axis are equal.
         scope: in `simulate`, the run that this axis belongs to.
         at: `index` as a Python integer, where ranks are processes.
+        memory: what ranks of one host share, where they are processes on CPU.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Axis:
     check: bool = False
     scope: Scope | None = None
     at: int | None = None
+    memory: HostMemory | None = None
 
     @property
     def position(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mfun.comm.axis import Axis, Scope
+from mfun.comm.memory import HostMemory
 from mfun.mesh import FAMILIES, AxisLike, Mesh
 
 GroupKey = tuple[frozenset[AxisLike], tuple[int, ...] | None]
@@ -131,8 +132,17 @@ def single_groups() -> Groups:
     return process_groups(mesh, 0, {})
 
 
-def process_groups(mesh: Mesh, rank: int, made: Mapping[GroupKey, object]) -> Groups:
-    """Groups of a process, from the torch process groups made by `distribute`."""
+def process_groups(
+    mesh: Mesh, rank: int, made: Mapping[GroupKey, object], *, on_host: bool = False
+) -> Groups:
+    """Groups of a process, from the torch process groups made by `distribute`.
+
+    Args:
+        mesh: the mesh.
+        rank: this process's.
+        made: the groups that it is in.
+        on_host: large pieces on CPU may go through memory that the ranks of one host share.
+    """
 
     @functools.cache
     def static(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> dict[str, Any]:
@@ -144,9 +154,11 @@ def process_groups(mesh: Mesh, rank: int, made: Mapping[GroupKey, object]) -> Gr
                 f"every rank (made: {sorted(map(str, _names(made)))})"
             )
         group = made[key] if len(ranks) > 1 else None
+        at = ranks.index(rank)
+        memory = HostMemory(group, ranks, at) if group is not None and on_host else None
         return {
-            "name": name, "size": len(ranks), "group": group, "ranks": ranks,
-            "at": ranks.index(rank),
+            "name": name, "size": len(ranks), "group": group, "ranks": ranks, "at": at,
+            "memory": memory,
         }  # fmt: skip
 
     def make(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> Axis:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mfun.comm.axis import Axis
-from mfun.comm.exchange import start_exchange, sum_exchanged, wait
+from mfun.comm.exchange import start_exchange, start_sum, start_sum_pieces, wait
 
 Params = tuple[int, ...]
 
@@ -178,7 +178,10 @@ def _all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     # A contiguous copy first: an expanded or transposed gradient reduced in a temporary and thrown
     # away is a published silent fault.
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op=op, group=axis.group)
+    if op == dist.ReduceOp.SUM:
+        wait(start_sum(out, axis))
+    else:
+        dist.all_reduce(out, op=op, group=axis.group)
     return out
 
 
@@ -206,9 +209,9 @@ def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
 def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """(size, ...) summands -> this rank's sum; on CPU exchanged, then added here."""
     if x.device.type == "cpu":
-        parts = torch.empty_like(x)
-        wait(start_exchange(parts, x, axis))
-        return sum_exchanged(x[axis.position], parts, axis)
+        works, total = start_sum_pieces(x, axis)
+        wait(works)
+        return total()
     out = x.new_empty(x.shape[1:])
     dist.reduce_scatter_single(out, x.flatten(0, 1) if x.ndim > 1 else x, group=axis.group)
     return out

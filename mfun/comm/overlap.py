@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mfun.comm.axis import Axis
-from mfun.comm.exchange import start_exchange, sum_exchanged, wait
+from mfun.comm.exchange import start_exchange, start_sum, start_sum_pieces, wait
 
 
 class Pending(NamedTuple):
@@ -55,7 +55,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
         The pending sum.
     """
     x = x.contiguous()
-    return Pending([dist.all_reduce(x, group=axis.group, async_op=True)], lambda: x)
+    return Pending(start_sum(x, axis), lambda: x)
 
 
 def start_reduce_scatter(
@@ -77,9 +77,7 @@ def start_reduce_scatter(
     dim %= x.ndim
     cut = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0).contiguous()
     if x.device.type == "cpu" or wide:
-        parts, own = torch.empty_like(cut), cut[axis.position]
-        works = start_exchange(parts, cut, axis)
-        return Pending(works, lambda: sum_exchanged(own, parts, axis, over=over, wide=wide))
+        return Pending(*start_sum_pieces(cut, axis, over=over, wide=wide))
     out = cut.new_empty(cut.shape[1:])
     work = dist.reduce_scatter_single(out, cut.flatten(0, 1), group=axis.group, async_op=True)
     return Pending([work], lambda: out.div_(over) if over > 1 else out)

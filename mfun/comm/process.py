@@ -57,13 +57,16 @@ def make_groups(
     return made
 
 
-def distribute(mesh: Mesh, extra: Extra = (), timeout_s: float | None = None) -> Groups:
+def distribute(
+    mesh: Mesh, extra: Extra = (), timeout_s: float | None = None, *, on_host: bool = True
+) -> Groups:
     """The groups of this process; torch.distributed must be initialised (by torchrun or mfun).
 
     Args:
         mesh: the mesh; its world must be the number of processes.
         extra: further (axes, stages) that will be asked for, the same on all ranks.
         timeout_s: after which a collective that does not finish is an error; None is torch's.
+        on_host: large pieces on CPU go through memory that ranks of one host share, not sockets.
 
     Returns:
         This rank's `Groups`.
@@ -82,7 +85,7 @@ def distribute(mesh: Mesh, extra: Extra = (), timeout_s: float | None = None) ->
     new_group = functools.partial(dist.new_group, timeout=timeout)  # not inherited from the world's
     made = make_groups(mesh, extra, new_group) if world > 1 else {}
     mine = {key: members[rank] for key, members in made.items() if rank in members}
-    return process_groups(mesh, rank, mine)
+    return process_groups(mesh, rank, mine, on_host=on_host)
 
 
 class ProcessWorld:
@@ -128,12 +131,13 @@ class ProcessWorld:
     ) -> Waits[Tensor]:
         """One all-reduce over the joint group, in place: started by the call, then waited for."""
         axis = self.groups.over(*axes, stages=tuple(stages) if stages is not None else None)
-        work = None
-        if axis.size > 1:
-            assert x.is_contiguous(), "all_reduce in place needs a contiguous buffer"
-            work = dist.all_reduce(x, op=KINDS[op], group=axis.group, async_op=True)
-            work = self._launch or work
-        return _waited(work, x)
+        if axis.size == 1:
+            return _waited(None, x)
+        assert x.is_contiguous(), "all_reduce in place needs a contiguous buffer"
+        if op == "sum":
+            return self._pending(overlap.start_all_reduce(x, axis))
+        work = dist.all_reduce(x, op=KINDS[op], group=axis.group, async_op=True)
+        return _waited(self._launch or work, x)
 
     def reduce_scatter(
         self, x: Tensor, axes: Sequence[AxisLike], op: Reduce = "sum", *, wide: bool = False
