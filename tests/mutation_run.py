@@ -1,0 +1,286 @@
+"""Runs mutants of layers 0 to 4 against the quick tests that reach them, and counts survivors.
+
+    python -m tests.mutation_run                    # all files, some 20 minutes on two cores
+    python -m tests.mutation_run mesh.py nn/mlp.py  # some, every mutant of them with --every 1
+    make test-full ARGS="-k mutants"                # all, compared with tests/survivors.py
+
+The tests are collected once, in a process that runs none of them; each runs in a fork. First every
+test by itself, for its time and the lines that it reaches; then every mutant against the tests that
+reach its statement, its module's own first, quick ones first, `BUDGET` seconds at most, up to the
+first failure. A change of what runs on import is tried after importing everything again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import coverage
+import pytest
+from hypothesis import Phase, settings
+
+from tests.faults import FAULTS
+from tests.forks import Job, forked
+from tests.mutation import EXCLUDED, ROOT, Mutant, functions_by_file, plant, reload_with, sample
+from tests.properties import Property
+from tests.test_layers import LAYER, names_of
+
+BUDGET, TEST_LIMIT = 10.0, 6.0  # seconds of the tests of a mutant, and of one test
+HIGHEST = 4
+# Test files of the layers above, or of real processes, which a change in this one does not reach.
+OTHERS = (
+    "checkpoint cli convert data executor faults inspect launch layers metrics mutants pool "
+    "plan_memory process_world proofs public research torch_facts train verify"
+).split()
+OPTIONS = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
+OPTIONS += ["-o", "timeout=0", "-W", "ignore:Module already imported"]
+PROPERTIES = {fault.property.name: fault.property for fault in FAULTS}
+
+
+@pytest.mark.parametrize("prop", PROPERTIES.values(), ids=list(PROPERTIES))
+def test_property(prop: Property) -> None:
+    """What the planted faults are held against (tests/faults.py)."""
+    prop.check()
+
+
+class Reach(NamedTuple):
+    """A test, the seconds it takes and the lines of each file that it reaches."""
+
+    item: pytest.Item
+    seconds: float
+    lines: dict[str, set[int]]
+
+
+class Verdict(NamedTuple):
+    """What became of a mutant: killed, timeout, survived, or unreached by any test."""
+
+    mutant: Mutant
+    how: str
+
+
+class Runner:
+    """A pytest plugin that runs mutants where pytest would run the tests.
+
+    Args:
+      chosen: mutants.
+      workers: processes at once.
+      folder: for the tests' files.
+      known: what tests reach, measured before: test -> (seconds, lines by file).
+    """
+
+    def __init__(
+        self, chosen: Sequence[Mutant], workers: int, folder: Path, known: dict[str, Any]
+    ) -> None:
+        self.chosen, self.workers, self.folder, self.known = chosen, workers, folder, known
+        self.verdicts: list[Verdict] = []
+        self.failed = ""
+        self.functions: dict[str, list[FunctionType]] = {}
+
+    def pytest_sessionstart(self) -> None:
+        """A failing example is enough: it need not be the smallest."""
+        phases = (Phase.explicit, Phase.generate)
+        base = settings.get_profile("ci")
+        settings.register_profile("mutants", base, phases=phases, report_multiple_bugs=False)
+        settings.load_profile("mutants")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remember a test that failed."""
+        if report.failed:
+            self.failed = report.nodeid
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """First each test, then each mutant."""
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all
+        self.functions = functions_by_file()
+        gc.freeze()  # so that forks share what there is
+        started = time.monotonic()
+        items = [item for item in session.items if _quick(item)]
+        self.measured([item for item in items if item.nodeid not in self.known])
+        _say(f"{time.monotonic() - started:5.0f} s  {len(items)} tests measured")
+        tests = [_reach(item, *self.known[item.nodeid]) for item in items]
+        chosen = [(one, *tests_of(one, tests)) for one in self.chosen]
+        jobs = [
+            Job(lambda job=job: self.tried(*job), 5 + 2 * sum(test.seconds for test in job[1]))
+            for job in chosen
+        ]
+        for index, result in forked(jobs, self.workers):
+            mutant, reached, _ = chosen[index]
+            how = {"timeout": "timeout", "died": "killed"}.get(result.how)
+            how = how or ("killed" if result.value else "survived" if reached else "unreached")
+            self.verdicts.append(Verdict(mutant, how))
+            spent = f"{time.monotonic() - started:5.0f} s  {len(self.verdicts):>4}/{len(jobs)}"
+            _say(f"{spent}  {how:<9} {mutant.line:>4}  {mutant.name}  {result.value or ''}")
+        return True
+
+    def measured(self, items: Sequence[pytest.Item]) -> None:
+        """What each test reaches: nothing if it fails in a fork, or takes too long."""
+        jobs = [Job(lambda item=item: self.measure(item), TEST_LIMIT) for item in items]
+        for number, (index, result) in enumerate(forked(jobs, self.workers)):
+            failed, seconds, lines = result.value or (result.how, 0.0, {})
+            name = items[index].nodeid
+            self.known[name] = (seconds, {} if failed else lines)
+            if failed:
+                _say(f"left out: {name}: {result.how}")
+            if number % 200 == 0:
+                _say(f"{number} tests measured of {len(items)}")
+
+    def measure(self, item: pytest.Item) -> tuple[str, float, dict[str, list[int]]]:
+        """Run one test: what failed, its time, the lines it reached."""
+        reached = coverage.Coverage(data_file=None, include=[f"{ROOT}/*"], config_file=False)
+        started = time.process_time()
+        reached.start()
+        failed = self.run([item])
+        reached.stop()
+        data = reached.get_data()
+        lines = {
+            Path(name).relative_to(ROOT).as_posix(): data.lines(name) or []
+            for name in data.measured_files()
+        }
+        return failed, time.process_time() - started, lines
+
+    def tried(self, mutant: Mutant, tests: Sequence[Reach], reload: bool) -> str:
+        """The first of the tests that fails with the mutant planted."""
+        functions = self.functions.get(mutant.file, [])
+        if not reload and plant(mutant, functions):
+            return self.run([test.item for test in tests])
+        reload_with(mutant)
+        again = Runner((), 1, self.folder, {})
+        names = list(dict.fromkeys(test.item.nodeid for test in tests))
+        base = f"--basetemp={self.folder}/{os.getpid()}"
+        plugins = [_Watch(again)]
+        code = pytest.main([*OPTIONS, "-x", base, *names], plugins=plugins) if names else 0
+        return again.failed or (f"pytest ended with {int(code)}" if code else "")
+
+    def run(self, items: Sequence[pytest.Item]) -> str:
+        """Run tests up to the first that fails, and name it."""
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failed:
+                break
+        return self.failed
+
+
+class _Watch:
+    """The part of a runner that an ordinary run of pytest takes."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.pytest_sessionstart = runner.pytest_sessionstart
+        self.pytest_runtest_logreport = runner.pytest_runtest_logreport
+
+
+def _reach(item: pytest.Item, seconds: float, lines: dict[str, list[int]]) -> Reach:
+    return Reach(item, seconds, {file: set(numbers) for file, numbers in lines.items()})
+
+
+def tests_of(mutant: Mutant, tests: Sequence[Reach]) -> tuple[list[Reach], bool]:
+    """The tests that reach a mutant, best first, and whether to import everything again.
+
+    What runs on import only is reached by the tests that use its file.
+    """
+    own = Path(mutant.file).stem
+    reach = [test for test in tests if mutant.file in test.lines]
+    here = range(mutant.lines[0], mutant.lines[1] + 1)
+    exact = [test for test in reach if not test.lines[mutant.file].isdisjoint(here)]
+    reload = not mutant.inside or not exact
+    best = sorted(
+        reach if reload else exact, key=lambda t: (own not in t.item.path.stem, t.seconds)
+    )
+    so_far = accumulate(test.seconds for test in best)
+    return [t for t, spent in zip(best, so_far, strict=True) if spent < BUDGET], reload
+
+
+def _quick(item: pytest.Item) -> bool:
+    """In this process, and not of a long grid."""
+    ranks = "pool" in getattr(item, "fixturenames", ())
+    return not ranks and item.get_closest_marker("full") is None
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def files_of_layers() -> list[Path]:
+    """Every file of layers 0 to 4."""
+    return [file for file in sorted(ROOT.rglob("*.py")) if LAYER[names_of(file)[1]] <= HIGHEST]
+
+
+def test_files(files: Sequence[Path]) -> list[str]:
+    """What to collect: tests that are not of other layers, the files' doctests, the properties."""
+    here = Path(__file__)
+    tests = [
+        file
+        for file in sorted(here.parent.glob("test_*.py"))
+        if not any(file.stem.startswith(f"test_{other}") for other in OTHERS)
+    ]
+    return [str(file) for file in (*tests, *files, here)]
+
+
+def report(verdicts: Sequence[Verdict]) -> str:
+    """A line for each file, the score, and each survivor with its line and change."""
+    counts: dict[str, Counter[str]] = {}
+    for mutant, how in verdicts:
+        counts.setdefault(mutant.file, Counter())[how] += 1
+    total = sum(counts.values(), Counter[str]())
+    kinds = ("killed", "timeout", "survived", "unreached")
+    rows = [
+        f"{file:<32}" + "".join(f"{count[kind]:>10}" for kind in kinds)
+        for file, count in (*sorted(counts.items()), ("in all", total))
+    ]
+    score = (total["killed"] + total["timeout"]) / max(total.total(), 1)
+    left = sorted((m.file, m.line, m.name, how) for m, how in verdicts if _lives(how))
+    return "\n".join(
+        [
+            f"{'file':<32}" + "".join(f"{kind:>10}" for kind in kinds),
+            *rows,
+            f"score {score:.1%}: {total['killed']} killed and {total['timeout']} timeouts of "
+            f"{total.total()}; not mutated: {EXCLUDED}",
+            *(f"{how} {file}:{line}  {name}" for file, line, name, how in left),
+        ]
+    )
+
+
+def _lives(how: str) -> bool:
+    return how in ("survived", "unreached")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run mutants of the files named, or of layers 0 to 4."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.mutation_run")
+    parser.add_argument("files", nargs="*", help="such as mesh.py or nn/mlp.py")
+    parser.add_argument("--every", type=int, default=20, help="lines of a file for one mutant")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--survivors", type=Path, help="a file to write their names to, as JSON")
+    parser.add_argument("--reach", type=Path, help="keeps what tests reach, for another run")
+    options = parser.parse_args(arguments)
+    files = [ROOT / name for name in options.files] or files_of_layers()
+    sizes = {"every": options.every} | ({"least": 1, "most": 10_000} if options.files else {})
+    chosen = [mutant for file in files for mutant in sample(file, **sizes)]
+    kept = options.reach and options.reach.exists()
+    known = json.loads(options.reach.read_text()) if kept else {}
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(chosen, options.workers, Path(folder), known)
+        base = f"--basetemp={folder}/tests"
+        pytest.main([*OPTIONS, base, *test_files(files)], plugins=[runner])
+    _say(report(runner.verdicts))
+    if options.reach:
+        options.reach.write_text(json.dumps(runner.known))
+    if options.survivors:
+        left = [m.name for m, how in runner.verdicts if _lives(how)]
+        options.survivors.write_text(json.dumps(left))
+    return 0 if len(runner.verdicts) == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
