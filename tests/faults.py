@@ -540,6 +540,26 @@ REDUCTIONS = (
         "matrices are summed over tp along with norms",
     ),
     Fault(
+        "what does not decay is one bucket of all layers",
+        edit(
+            "grads.buffers:lay_out",
+            ("own = [(path, x, layers.get(path))", "own = [(path, x, apart.get(path))"),
+        ),
+        shards.kinds_close_together,
+        "waits for layer",
+        "its reduction is exposed after the backward",
+    ),
+    Fault(
+        "leaves of layers whose memory comes and goes share a turn",
+        edit(
+            "grads.buffers:lay_out",
+            ("own = [(path, x, layers.get(path))", "own = [(path, x, None)"),
+        ),
+        shards.layers_share_no_bucket,
+        "is of the layers",
+        "a gradient buffer of all layers is held until the last",
+    ),
+    Fault(
         "bucket order differs by stage",
         edit(
             "grads.buffers:GradBuffers.order",
@@ -2855,10 +2875,61 @@ CHECKPOINTS = (
     ),
     Fault(
         "loading does not compare hashes",
-        edit("checkpoint.reader:Mapped.check", ("one.text != entry.hash", "False")),
+        edit("checkpoint.source:Source.check", ("one.text != entry.hash", "False")),
         saved.damage_is_found,
         "a flipped bit was not refused",
         "a bad disk's bits in the weights",
+    ),
+    Fault(
+        "slices begin at the box's first column only",
+        edit("checkpoint.source:_slices", ("low = copy.source_at +", "low = copy.source_at + 0 *")),
+        saved.columns,
+        "are others",
+        "every tensor rank has rank 0's columns",
+    ),
+    Fault(
+        "slices that are joined are taken for dense",
+        edit("checkpoint.source:_slices", ("None if dense else", "None if True else")),
+        saved.columns,
+        "are others|invalid|size|shape",
+        "columns of other ranks in narrow matrices",
+    ),
+    Fault(
+        "rows of a slice are in another order",
+        edit(
+            "checkpoint.source:_slices",
+            ("at in places for i in range(size)]", "i in range(size) for at in places]"),
+        ),
+        saved.columns,
+        "are others",
+        "rows exchanged between heads",
+    ),
+    Fault(
+        "a block is filled while it is written",
+        edit("checkpoint.disk:Disk._write", ("blocks[::-1], 0", "blocks, 0")),
+        saved.large_files,
+        "something else than was written",
+        "a checkpoint whose hashes are wrong",
+    ),
+    Fault(
+        "the last bytes are not written",
+        edit("checkpoint.disk:Disk._write", ("if used:", "if used == BLOCK:")),
+        saved.large_files,
+        "something else than was written",
+        "the same",
+    ),
+    Fault(
+        "the last block's error is nobody's",
+        edit(
+            "checkpoint.disk:Disk._write",
+            (
+                "    if going is not None:\n        going.result()",
+                "    if going is not None:\n        pass",
+            ),
+        ),
+        saved.full_disks,
+        "nobody was told",
+        "a checkpoint that is cut short and called whole",
     ),
     Fault(
         "unexpected tensors are passed over",

@@ -181,6 +181,28 @@ def reduces_beside_backward() -> None:
 
 
 @named
+def kinds_close_together() -> None:
+    """what does not decay is reduced with the layers it is of, not after the first layer."""
+    layout = plan(small(f"{SMALL} sharding=optim".replace("bucket_size=100", "bucket_size=500")))
+    layer = layer_of(layout)
+    for bucket in layout.buckets(0):
+        used_by = {layer[span.path] for span in bucket.spans}
+        if max(used_by) - min(used_by) > 1:
+            raise Broken(f"bucket {bucket.index} waits for layer {min(used_by)} of {used_by}")
+
+
+@named
+def layers_share_no_bucket() -> None:
+    """where gradients are let go of, every bucket is of one layer, as its memory is."""
+    layout = plan(small("dp=2 layers=3 tied=false global_batch=4 sharding=optim_grads"))
+    layer = layer_of(layout)
+    for bucket in layout.buckets(0):
+        used_by = {layer[span.path] for span in bucket.spans}
+        if len(used_by) > 1:
+            raise Broken(f"bucket {bucket.index} is of the layers {used_by}")
+
+
+@named
 def gathers_beside_forward() -> None:
     """a layer waits for its own buckets of updated parameters, not for those of later layers."""
     layout = plan(small(f"{SMALL} sharding=optim gather_ahead=true steps=3"))

@@ -235,6 +235,43 @@ def test_types_and_groups_share_no_bucket(layout: Layout) -> None:
             assert len(members) == 1 or "tied" not in members
 
 
+def turns(layout: Layout, stage: Stage) -> dict[str, int]:
+    """Leaves of one stage only, backward; a turn ends when they fill a bucket of any type."""
+    out, turn, used = {}, 0, 0
+    for path, spec in reversed(stage.specs.items()):
+        if path == "tied":
+            continue
+        out[path] = turn
+        start = math.ceil(used / 64) * 64 if layout.sharded else used
+        used = start + math.prod(local_shape(spec, layout.mesh))
+        if layout.bucket_size is not None and used >= layout.bucket_size:
+            turn, used = turn + 1, 0
+    return out
+
+
+@given(layouts())
+@settings(max_examples=40)
+def test_buckets_of_all_types_and_groups_close_together(layout: Layout) -> None:
+    """So what is small of every layer, as norms are, does not wait for the first layer."""
+    for stage in layout.stages:
+        turn = turns(layout, stage)
+        kinds = []
+        for bucket in layout.buckets(stage.index):
+            members = [span.path for span in bucket.spans]
+            if members == ["tied"]:
+                continue
+            assert len({turn[path] for path in members}) == 1
+            spec = stage.specs[members[0]]
+            kinds.append(
+                (
+                    turn[members[0]],
+                    spec.dtype_among(layout.dtype),
+                    layout.table[members[0]].group,
+                )
+            )
+        assert len(set(kinds)) == len(kinds)
+
+
 # ---------------------------------------------------------------------------- padding
 
 

@@ -8,7 +8,7 @@ shard group keeps an equal piece of the sum, whatever leaves it cuts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,18 +31,23 @@ def lay_out(
     bucket_size: int | None = None,
     sharded: bool = False,
     apart: Mapping[str, Hashable] = MappingProxyType({}),
+    layers: Mapping[str, Hashable] = MappingProxyType({}),
     pad: int = flat.PAD,
 ) -> tuple[flat.Bucket, ...]:
     """The buckets of one stage's parameters.
+
+    Buckets of all kinds are closed together, once together they hold `bucket_size` elements: what
+    is small of every layer, as norms are, would else be complete only at the end of backward.
 
     Args:
         specs: the stage's tree of `ParamSpec`.
         table: reductions by path.
         mesh: the mesh.
         dtype: of the parameters; a wide one among 16-bit ones shares no bucket with them.
-        bucket_size: elements after which a bucket is closed; None for one bucket per group.
+        bucket_size: elements after which buckets are closed; None for one bucket per group.
         sharded: pad, so that every shard group can cut its buckets.
         apart: leaves of different values here share no bucket.
+        layers: nor do these, whose buckets are also closed without regard to the others'.
         pad: a sharded bucket's size is a multiple of it and of the shards.
 
     Example:
@@ -54,20 +59,36 @@ def lay_out(
     """
     leaves: dict[str, ParamSpec] = tree.flatten(specs)
     sizes = [math.prod(map(mesh.size, table[path].shard_axes)) for path in leaves]
+    shapes = {path: local_shape(spec, mesh) for path, spec in leaves.items()}
+    own = [(path, x, layers.get(path)) for path, x in shapes.items() if not _tied(table[path])]
+    turns = _turns(own, bucket_size, flat.ALIGN if sharded else 1)
     return flat.plan_buckets(
         [
             (
                 path,
-                local_shape(spec, mesh),
-                (str(spec.dtype_among(dtype)), *table[path].group, apart.get(path)),
+                shapes[path],
+                (
+                    str(spec.dtype_among(dtype)),
+                    *table[path].group,
+                    apart.get(path),
+                    turns.get(path),
+                ),
                 _tied(table[path]),
             )
             for path, spec in leaves.items()
         ],
-        bucket_size=bucket_size,
         shards=math.lcm(*sizes) if sharded else None,
         pad=pad,
     )
+
+
+def _turns(
+    leaves: Iterable[tuple[str, tuple[int, ...], Hashable]], bucket_size: int | None, align: int
+) -> dict[str, int]:
+    """Which leaves close their buckets together: those of one bucket, were they of one kind."""
+    ones = [flat.Leaf(*leaf) for leaf in leaves]
+    whole = flat.plan_buckets(ones, bucket_size=bucket_size, shards=1, align=align, pad=1)
+    return {path: turn for path, (turn, _) in flat.locate(whole).items()}
 
 
 def allocate(

@@ -107,9 +107,8 @@ class Plan:
         apart: dict[str, tuple[Any, ...]] = {**self.groups} if self.sharded else {}
         if self.config.optim.name == "muon":
             apart = {path: (*key, bool(self.specs[path].matrix)) for path, key in apart.items()}
-        if self.shards_grads:
-            users = self.stages[stage].holders
-            apart = {path: (*key, min(users({path}), default=())) for path, key in apart.items()}
+        users = self.stages[stage].holders
+        layers = {path: min(users({path}), default=()) for path in apart if self.shards_grads}
         return lay_out(
             self.stages[stage].specs,
             self.table,
@@ -118,6 +117,7 @@ class Plan:
             bucket_size=bucket_size(self.config, stage),
             sharded=self.sharded,
             apart=apart,
+            layers=layers,
             pad=self.config.parallel.bucket_pad,
         )
 
