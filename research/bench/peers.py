@@ -1,16 +1,16 @@
 """Is mfun as fast as what it replaces? Step time and peak memory beside each peer, in one run.
 
-Each case runs mfun and the peer in separate, alternating processes with the same allocator setting,
-several times, and prints the ratio (below 1: mfun is faster) of the medians of neighbouring runs,
-of these the median, which a machine that slows down for both does not move, and of peak resident
-memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (overlapped, against
+Each case runs mfun and the peer in separate processes with the same allocator setting, which take
+steps in turn while the others wait, and prints the median ratio of neighbouring steps (below 1:
+mfun is faster), which a machine that slows down for both does not move, and the ratio of peak
+resident memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (overlapped, against
 DistributedDataParallel), zero1 (the optimizer sharded, against mfun without), zero3 (parameters
 sharded, against FSDP2), tp2 (DTensor with loss parallel), pp2 (torch.distributed.pipelining
 Schedule1F1B), and against the same peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8
 microbatches) and zb8cut (ZB-H2 with 8, and the blocks cut 5 + 3, because the second stage also has
 the head).
 
-Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--repeats 3] [--steps 6]
+Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--steps 20]
         (MFUN_BENCH_MALLOC=0: both sides without the allocator setting that `mfun train` makes)
 Expect: step-time ratios at most 1.00 (one), 0.99 (dp2), 1.02 (zero1), 0.80 (zero3), 0.86 (tp2),
         0.98 (pp2), 0.88 (zb4), 0.93 (zb8), 0.90 (zb8cut); memory 1.10.
@@ -21,13 +21,16 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import click
@@ -39,6 +42,8 @@ SIZES = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 8192, "seq": 256, "bat
 TINY = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "seq": 32, "batch": 8}
 
 
+WARM = 2
+"""Steps of each side before those that count."""
 MEMORY = 1.10
 """Ratio of peak resident memory expected at most, in every case."""
 
@@ -150,8 +155,28 @@ def peer_step(name: str, case: Case, sizes: dict[str, int], tokens: Any, labels:
             return modules.pipeline_1f1b(sizes, tokens, labels, case.microbatches)
 
 
-def worker(name: str, who: str, steps: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """Time steps on this rank: {"ms": [...], "rss": bytes, "loss": last}."""
+def turns(port: int) -> Iterator[None]:
+    """One item a turn, which rank 0 is told of by the bench and tells the others of."""
+    first = int(os.environ.get("RANK", "0")) == 0
+    many = dist.is_initialized()
+    with socket.create_connection(("127.0.0.1", port)) if first else nullcontext() as bench:
+        while True:
+            go = torch.zeros(1)
+            if bench is not None:
+                go += bench.recv(1) == b"g"
+            if many:
+                dist.broadcast(go, 0)
+            if not go:
+                return
+            yield
+            if many:
+                dist.barrier()
+            if bench is not None:
+                bench.sendall(b"d")
+
+
+def worker(name: str, who: str, port: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """Time a step a turn on this rank: {"ms": [...], "rss": bytes, "loss": last}."""
     from mfun.train.ranks import tune_malloc
 
     case = CASES[name]
@@ -168,85 +193,112 @@ def worker(name: str, who: str, steps: int, sizes: dict[str, int]) -> dict[str, 
     else:
         step = peer_step(name, case, sizes, tokens, labels)
     times, cpu, loss = [], [], 0.0
-    for _ in range(steps + 2):
-        if case.ranks > 1:
-            dist.barrier()
+    for _ in turns(port):
         start, used = time.perf_counter(), time.process_time()
         loss = step()
         times.append(1e3 * (time.perf_counter() - start))
         cpu.append(1e3 * (time.process_time() - used))
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if case.ranks > 1:
-        dist.barrier()
         dist.destroy_process_group()
-    return {"ms": times[2:], "cpu_ms": cpu[2:], "rss": rss, "loss": loss}
+    return {"ms": times[WARM:], "cpu_ms": cpu[WARM:], "rss": rss, "loss": loss}
 
 
-def launch(name: str, who: str, steps: int, tiny: bool) -> dict[str, Any]:
-    """Run one side in fresh processes: slowest rank's times, all processor time, most memory."""
-    ranks = CASES[name].ranks
-    command = [sys.executable, "-m"]
-    if ranks > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    command += ["research.bench.peers", "--worker", f"{name}:{who}:{steps}:{int(tiny)}"]
-    env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // ranks))}
-    with tempfile.TemporaryDirectory() as folder:
-        env[RESULTS] = folder
-        run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-        rows = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
-    if run.returncode or len(rows) != ranks:
-        raise RuntimeError(f"{name} {who} failed ({run.returncode}):\n{run.stderr[-3000:]}")
-    return {
-        "ms": [max(ms) for ms in zip(*(row["ms"] for row in rows), strict=True)],
-        "cpu_ms": [sum(ms) for ms in zip(*(row["cpu_ms"] for row in rows), strict=True)],
-        "rss": max(row["rss"] for row in rows),
-        "loss": max(row["loss"] for row in rows),
-    }
+class Side:
+    """One side of a comparison: its processes, which step when it is their turn."""
+
+    def __init__(self, name: str, who: str, tiny: bool) -> None:
+        self.name, self.who, self.ranks = name, who, CASES[name].ranks
+        self.folder = tempfile.TemporaryDirectory()
+        self.server = socket.create_server(("127.0.0.1", 0))
+        command = [sys.executable, "-m"]
+        if self.ranks > 1:
+            launcher = ["torch.distributed.run", "--standalone"]
+            command += [*launcher, f"--nproc-per-node={self.ranks}", "-m"]
+        port = self.server.getsockname()[1]
+        command += ["research.bench.peers", "--worker", f"{name}:{who}:{port}:{int(tiny)}"]
+        threads = str(max(1, (os.cpu_count() or 2) // self.ranks))
+        env = os.environ | {"OMP_NUM_THREADS": threads, RESULTS: self.folder.name}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+        )
+        self.server.settimeout(120)
+        self.at: socket.socket | None = None
+
+    def turn(self) -> None:
+        """Let it take one step."""
+        if self.at is None:
+            self.at = self._accepted()
+        self.at.sendall(b"g")
+        if self.at.recv(1) != b"d":
+            self.failed()
+
+    def _accepted(self) -> socket.socket:
+        try:
+            return self.server.accept()[0]
+        except TimeoutError:
+            self.process.kill()
+            self.failed()
+
+    def failed(self) -> NoReturn:
+        """Say what its processes said."""
+        said = self.process.communicate()[1]
+        raise RuntimeError(f"{self.name} {self.who} failed:\n{said[-3000:]}")
+
+    def result(self) -> dict[str, Any]:
+        """End it: slowest rank's times, all processor time, most memory."""
+        assert self.at is not None
+        self.at.close()
+        if self.process.wait():
+            self.failed()
+        rows = [json.loads(path.read_text()) for path in Path(self.folder.name).iterdir()]
+        return {
+            "ms": [max(ms) for ms in zip(*(row["ms"] for row in rows), strict=True)],
+            "cpu_ms": [sum(ms) for ms in zip(*(row["cpu_ms"] for row in rows), strict=True)],
+            "rss": max(row["rss"] for row in rows),
+            "loss": max(row["loss"] for row in rows),
+        }
 
 
-def compare(name: str, repeats: int, steps: int, tiny: bool = False) -> dict[str, Any]:
-    """Alternate mfun and the peer, and which goes first; medians, minima and ratios."""
-    runs: dict[str, list[dict[str, Any]]] = {"mfun": [], "peer": []}
-    for i in range(repeats):
+def compare(name: str, steps: int, tiny: bool = False) -> dict[str, Any]:
+    """Step by step in turn, each side first every other time; medians, minima and ratios."""
+    sides = {who: Side(name, who, tiny) for who in ("mfun", "peer")}
+    for i in range(steps + WARM):
         for who in ("mfun", "peer") if i % 2 == 0 else ("peer", "mfun"):
-            runs[who].append(launch(name, who, steps, tiny))
-    pairs = zip(runs["mfun"], runs["peer"], strict=True)
-    ratios = [statistics.median(a["ms"]) / statistics.median(b["ms"]) for a, b in pairs]
-    ms = {who: [t for run in found for t in run["ms"]] for who, found in runs.items()}
-    middle = {who: statistics.median(times) for who, times in ms.items()}
-    cpu = {who: [t for run in found for t in run["cpu_ms"]] for who, found in runs.items()}
-    rss = {who: statistics.median(run["rss"] for run in found) for who, found in runs.items()}
+            sides[who].turn()
+    found = {who: side.result() for who, side in sides.items()}
+    mine, peers = found["mfun"], found["peer"]
+    ratios = [a / b for a, b in zip(mine["ms"], peers["ms"], strict=True)]
     return {
         "case": name,
         "peer": CASES[name].peer,
-        "mfun_ms": middle["mfun"],
-        "peer_ms": middle["peer"],
-        "min_ratio": min(ms["mfun"]) / min(ms["peer"]),
+        "mfun_ms": statistics.median(mine["ms"]),
+        "peer_ms": statistics.median(peers["ms"]),
+        "min_ratio": min(mine["ms"]) / min(peers["ms"]),
         "time_ratio": statistics.median(ratios),
-        "cpu_ratio": statistics.median(cpu["mfun"]) / statistics.median(cpu["peer"]),
+        "cpu_ratio": statistics.median(mine["cpu_ms"]) / statistics.median(peers["cpu_ms"]),
         "expected": CASES[name].expected,
-        "memory_ratio": rss["mfun"] / rss["peer"],
-        "losses": {who: found[-1]["loss"] for who, found in runs.items()},
+        "memory_ratio": mine["rss"] / peers["rss"],
+        "losses": {who: side["loss"] for who, side in found.items()},
     }
 
 
 @click.command(help=__doc__)
 @click.option("--cases", default=",".join(CASES), help="Comma-separated.")
-@click.option("--repeats", default=3, help="Alternations of mfun and peer.")
-@click.option("--steps", default=6, help="Timed steps of each process.")
+@click.option("--steps", default=20, help="Timed steps of each side.")
 @click.option("--tiny", is_flag=True, help="Toy sizes, to try the script itself.")
 @click.option("--worker", "worker_", default="", hidden=True)
-def main(cases: str, repeats: int, steps: int, tiny: bool, worker_: str) -> None:
+def main(cases: str, steps: int, tiny: bool, worker_: str) -> None:
     """Command line."""
     if worker_:
-        name, who, count, small = worker_.split(":")
-        result = worker(name, who, int(count), TINY if int(small) else SIZES)
+        name, who, port, small = worker_.split(":")
+        result = worker(name, who, int(port), TINY if int(small) else SIZES)
         path = Path(os.environ[RESULTS]) / f"rank-{os.environ.get('RANK', '0')}.json"
         path.write_text(json.dumps(result))
         return
     held = True
     for name in cases.split(","):
-        row = compare(name, repeats, steps, tiny)
+        row = compare(name, steps, tiny)
         held &= row["time_ratio"] <= row["expected"] and row["memory_ratio"] <= MEMORY
         print(
             f"{name:4} {row['mfun_ms']:8.1f} ms  peer {row['peer_ms']:8.1f} ms  "
