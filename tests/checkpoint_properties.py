@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from mfun import checkpoint
-from mfun.checkpoint import Background, CheckpointError, Disk, Order, Piece
+from mfun.checkpoint import Background, CheckpointError, Disk, Order, Piece, source
 from tests import test_checkpoint_layouts as layouts
 from tests.properties import Broken, Property, named
-from tests.test_checkpoint import is_state_of, load, save, state
+from tests.test_checkpoint import is_state_of, large_parts, load, save, state, written
 from tests.test_checkpoint_stops import killing, on_ranks, rank_order
 
 
@@ -104,6 +107,54 @@ def one_failure_fails_all(folder: Path) -> None:
         raise Broken(f"not every rank failed: {done}")
     if [*checkpoint.saved(folder)] != [1]:
         raise Broken("the checkpoint before is not what is left")
+
+
+@in_folder
+def large_files(folder: Path) -> None:
+    """a large file, written slowly, is its parts"""
+    write = os.write
+
+    def slow(handle: int, view: memoryview) -> int:
+        time.sleep(0.02)
+        return write(handle, view)
+
+    with patch.object(os, "write", slow):
+        if not written(folder / "large", large_parts()):
+            raise Broken("the file holds something else than was written to it")
+
+
+@in_folder
+def full_disks(folder: Path) -> None:
+    """a disk that is full at any block is told"""
+    for block in range(5):
+        calls: list[int] = []
+
+        def full(handle: int, view: memoryview, block: int = block, calls: Any = calls) -> int:
+            calls.append(len(view))
+            if len(calls) == block + 1:
+                raise OSError(28, "No space left on device")
+            return len(view)
+
+        with patch.object(os, "write", full):
+            try:
+                Disk().write(folder / "large", large_parts())
+            except OSError:
+                continue
+        raise Broken(f"nobody was told that block {block} has no room")
+
+
+@in_folder
+def columns(folder: Path) -> None:
+    """columns are read from rows, joined over small gaps or one by one"""
+    x = torch.arange(6 * 8 * 10, dtype=torch.int32).view(6, 8, 10)
+    at = save(folder, 1, {"w": x})
+    for gap in (1, 12, 512):
+        for low, high in ((0, 3), (4, 8), (8, 10)):
+            piece = Piece(global_shape=(6, 8, 10), start=(2, 1, low), box=(3, 4, high - low))
+            with patch.object(source, "GAP", gap):
+                found = load(at, {"w": x}, pieces={"w": piece})["w"]
+            if not torch.equal(found, x[2:5, 1:5, low:high]):
+                raise Broken(f"columns {low} to {high} are others, gaps below {gap} being joined")
 
 
 @in_folder

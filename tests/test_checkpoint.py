@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import stat
 import struct
+import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -19,7 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from mfun import checkpoint
-from mfun.checkpoint import CheckpointError, Disk, Order, Piece, Rules, format
+from mfun.checkpoint import CheckpointError, Disk, Order, Piece, Rules, disk, format
+from mfun.checkpoint.disk import BLOCK
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -81,6 +84,7 @@ def awkward() -> dict[str, torch.Tensor]:
         "params.transpose": torch.arange(6.0).view(2, 3).T,
         "params.slice": parent[100:104],
         "params.strided": parent[::1024],
+        "params.one_of_a_column": torch.arange(6.0).view(2, 3)[:1, 1:2].T,
         "params.expanded": torch.tensor([1.5]).expand(7),
         "params.view_a": parent[:8].view(2, 4),
         "params.view_b": parent[:8],
@@ -130,6 +134,57 @@ def test_a_failed_write_names_its_file(tmp_path):
 
     with pytest.raises(OSError, match=r"No space left on device: .*index\.json"):
         Disk().write(tmp_path / "index.json", full())
+
+
+def large_parts() -> list[bytes]:
+    """Of a file of several blocks: parts below, at and above a block's size, and none of a page."""
+    sizes = (3, BLOCK - 3, 0, BLOCK, 2 * BLOCK + 4097, 12_345)
+    return [Random(size).randbytes(size) for size in sizes]
+
+
+def written(path: Path, parts: Iterable[bytes]) -> bool:
+    """Whether a file that is written of some parts holds them, in order."""
+    parts = [*parts]
+    Disk().write(path, parts)
+    return path.read_bytes() == b"".join(parts)
+
+
+@pytest.mark.parametrize("how", ["as it is", "never direct", "in little", "slow"])
+def test_a_large_file_is_its_parts(tmp_path, monkeypatch, how):
+    """Whatever the system makes of direct writing, of long writes, and of time."""
+    write, seen = os.write, []
+
+    def odd(handle, view):
+        direct = bool(fcntl.fcntl(handle, fcntl.F_GETFL) & disk.DIRECT)
+        seen.append((direct, len(view)))
+        if how == "never direct" and direct:
+            raise OSError(22, "Invalid argument")
+        if how == "slow":
+            time.sleep(0.02)
+        return write(handle, view[: 3 * 4096 + 5] if how == "in little" else view)
+
+    monkeypatch.setattr(os, "write", odd)
+    assert written(tmp_path / "large", large_parts())
+    assert seen[0][1] == BLOCK and not seen[-1][0], "the last bytes are no block"
+    for size in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1):
+        assert written(tmp_path / str(size), [Random(size).randbytes(size)])
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_a_disk_that_is_full_at_any_block_is_told(tmp_path, monkeypatch, block):
+    """Also where a thread writes it."""
+    write, calls = os.write, []
+
+    def full(handle, view):
+        calls.append(len(view))
+        if len(calls) == block + 1:
+            raise OSError(28, "No space left on device")
+        return write(handle, view)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*large"):
+        Disk().write(tmp_path / "large", large_parts())
+    assert len(calls) == block + 1
 
 
 def test_scalars_step_config_come_back(tmp_path):

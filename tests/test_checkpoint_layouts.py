@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import attrs
 import pytest
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mfun import checkpoint, optim
-from mfun.checkpoint import CheckpointError, Rules, pieces
+from mfun.checkpoint import CheckpointError, Order, Rules, pieces, source
 from mfun.checkpoint.pieces import Piece
 from mfun.comm import ProcessWorld, finish
 from mfun.config import Config, ConfigError, load, resolve
@@ -373,15 +376,90 @@ def test_any_cut_is_brought_into_any_other(data: Any, shape: list[int]) -> None:
     assert pieces.problem_of(sources) is None
     for piece in targets:
         out = torch.full((piece.count,), -1)
-        for source in sources:
-            held = taken(whole, source)
-            for a, shape_a, box_a, b, shape_b, box_b, count in pieces.common(source, piece):
+        for one in sources:
+            held = taken(whole, one)
+            for a, shape_a, box_a, b, shape_b, box_b, count in pieces.common(one, piece):
                 x = held[a : a + torch.Size(shape_a).numel()].view(shape_a)[box_a]
                 y = out[b : b + torch.Size(shape_b).numel()].view(shape_b)[box_b]
                 assert x.numel() == count and bool((y == -1).all())
                 y.copy_(x)
         assert torch.equal(out, taken(whole, piece))
         assert len([*pieces.blocks(piece)]) <= max(1, 2 * len(shape) - 1)
+
+
+@settings(max_examples=60)
+@given(
+    data=st.data(),
+    shape=st.lists(st.integers(1, 6), max_size=4),
+    dtype=st.sampled_from((torch.uint8, torch.bfloat16, torch.float64)),
+    gap=st.sampled_from((1, 3, 8, 512)),
+)
+def test_any_cut_is_read_from_files_of_any_other(
+    data: Any, shape: list[int], dtype: torch.dtype, gap: int
+) -> None:
+    """Whichever gaps are worth a read of their own; each file is a rank's."""
+    whole = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+    sources, targets = (data.draw(cuts(tuple(shape))) for _ in range(2))
+    with (
+        TemporaryDirectory() as folder,
+        patch.object(source, "GAP", gap),
+        patch.object(os, "fsync", lambda handle: None),  # no power is cut here
+    ):
+        at = save_pieces(Path(folder), whole, sources)
+        for piece in targets:
+            found = checkpoint.load(at, {"w": (shape, dtype)}, pieces={"w": piece})["w"]
+            assert found.shape == piece.shape
+            assert torch.equal(found.reshape(-1), taken(whole, piece))
+
+
+def save_pieces(folder: Path, x: Tensor, cut: list[Piece]) -> Path:
+    """A checkpoint of a tensor whose pieces are of a rank each."""
+    orders = [
+        Order(
+            run_dir=folder,
+            step=1,
+            tensors={"w": taken(x, piece).view(piece.shape)},
+            pieces={"w": piece},
+            rank=rank,
+            world=len(cut),
+        )
+        for rank, piece in enumerate(cut)
+    ]
+    orders[0].prepare()
+    for order in orders:
+        order.write()
+    orders[0].commit()
+    return orders[0].folder
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tensor_parallel_shard_reads_its_own_bytes(
+    precision: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 1.05 of them, index and header included, where half a row is no page."""
+    sizes = "model.hidden=1024 model.layers=1 model.heads=8 model.kv_heads=8 model.ffn=2048"
+    layout = plan(config_of(f"{sizes} model.vocab=512 parallel.tp={tp} train.microbatches=1"))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    tensors = {name: torch.randn(spec.shape, dtype=dtype) for name, spec in layout.specs.items()}
+    at = checkpoint.save(Order(run_dir=tmp_path, step=1, tensors=tensors))
+    expected = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
+    asked, read = [], os.preadv
+
+    def counted(handle: int, views: list[memoryview], place: int) -> int:
+        asked.append(sum(map(len, views)))
+        return read(handle, views, place)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    file = at / "rank-00000.safetensors"
+    start = (at / "index.json").stat().st_size + int.from_bytes(file.read_bytes()[:8], "little")
+    for rank in range(tp):
+        own = {n: saving.box_of(s, layout.mesh, {"tp": rank}) for n, s in layout.specs.items()}
+        asked.clear()
+        found = checkpoint.load(at, expected, pieces=own)
+        assert all(torch.equal(found[n].view(-1), taken(x, own[n])) for n, x in tensors.items())
+        size = sum(x.nbytes for x in found.values())
+        assert size <= sum(asked) + start <= 1.05 * size, (sum(asked), start, size)
 
 
 @settings(max_examples=100)

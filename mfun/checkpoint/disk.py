@@ -1,11 +1,20 @@
-"""The few operations on files that saving is made of; a test can cut in before each."""
+"""The few operations on files that saving is made of; a test can cut in before each.
+
+Large files pass the system's cache by, where it lets them: nobody is about to read a checkpoint,
+and the copy into the cache costs as much as the disk. Bytes are gathered in two aligned blocks; a
+thread writes one while the other is filled.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import errno
+import fcntl
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +22,10 @@ import attrs
 
 from mfun.checkpoint.hashing import as_bytes
 
-AHEAD = 8 << 20
-"""Bytes after which the disk begins to write."""
+BLOCK = 1 << 20
+"""Bytes that go to the disk at once."""
+DIRECT = getattr(os, "O_DIRECT", 0)
+"""The flag of a file whose bytes pass the cache by; 0 where a system has none."""
 
 
 def _go_on(operation: str, path: Path) -> None:
@@ -40,19 +51,40 @@ class Disk:
     def write(self, path: Path, parts: Iterable[Any]) -> None:
         """Write a file of some parts, bytes or other buffers, then bring it to the disk."""
         try:
-            with path.open("wb", buffering=0) as file:
-                written = begun = 0
-                for part in parts:
-                    self.before("write", path)
-                    written += _write_all(file.fileno(), as_bytes(part))
-                    if written - begun >= AHEAD:
-                        _begin_sync(file.fileno(), begun, written - begun)
-                        begun = written
+            with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+                self._write(file.fileno(), path, parts, beside)
                 self.before("sync", path)
                 os.fsync(file.fileno())
         except OSError as error:
             error.filename = error.filename or str(path)  # a full disk does not say which
             raise
+
+    def _write(
+        self, handle: int, path: Path, parts: Iterable[Any], beside: ThreadPoolExecutor
+    ) -> None:
+        """Full blocks in the thread, directly; what is left after them as any file's bytes."""
+        blocks, used = [_block(), _block()], 0
+        going: Future[None] | None = None
+        for part in parts:
+            rest = as_bytes(part)
+            while rest:
+                count = min(len(rest), BLOCK - used)
+                blocks[0][used : used + count] = rest[:count]
+                rest, used = rest[count:], used + count
+                if used == BLOCK:
+                    if going is None:
+                        _direct(handle, True)
+                    else:
+                        going.result()
+                    self.before("write", path)
+                    going = beside.submit(_write_all, handle, blocks[0])
+                    blocks, used = blocks[::-1], 0
+        if going is not None:
+            going.result()
+            _direct(handle, False)
+        if used:
+            self.before("write", path)
+            _write_all(handle, blocks[0][:used])
 
     def sync(self, path: Path) -> None:
         """Wait until a folder's list of names is on the disk."""
@@ -78,17 +110,24 @@ class Disk:
             path.unlink()
 
 
-def _write_all(handle: int, view: memoryview) -> int:
-    """A system call may write less than it was given."""
-    count = len(view)
+def _block() -> memoryview:
+    """Memory that begins at a page, as a disk wants it."""
+    return memoryview(mmap.mmap(-1, BLOCK))
+
+
+def _direct(handle: int, on: bool) -> None:
+    """Let what is written pass the cache by, or not; a wish that not every file system grants."""
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL) & ~DIRECT
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | (DIRECT if on else 0))
+
+
+def _write_all(handle: int, view: memoryview) -> None:
+    """A system call may write less than it was given, or refuse places that are no block's."""
     while view:
-        view = view[os.write(handle, view) :]
-    return count
-
-
-def _begin_sync(handle: int, start: int, count: int) -> None:
-    """Let the disk begin with these bytes while the next ones are written, where Linux can."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "sync_file_range"):
-        begin = 2  # SYNC_FILE_RANGE_WRITE: start and do not wait
-        library.sync_file_range(handle, ctypes.c_int64(start), ctypes.c_int64(count), begin)
+        try:
+            view = view[os.write(handle, view) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not fcntl.fcntl(handle, fcntl.F_GETFL) & DIRECT:
+                raise
+            _direct(handle, False)

@@ -43,9 +43,14 @@ class Entry(Piece):
     hash: str
 
     @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return TYPES[self.dtype][1]
+
+    @property
     def bytes(self) -> int:
         """What it takes in its file."""
-        return self.count * TYPES[self.dtype][1]
+        return self.count * self.item
 
 
 @attrs.frozen(kw_only=True)

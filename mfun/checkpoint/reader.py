@@ -1,17 +1,12 @@
 """Loading: from any layout into any other, only the bytes that are needed, or a refusal that names
 everything that does not fit.
-
-Files are mapped into memory and copied from, so that what is not needed is not read.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from hashlib import blake2b
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +15,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from mfun.checkpoint.format import CheckpointError, read_header
-from mfun.checkpoint.hashing import CHUNK, Hash
-from mfun.checkpoint.index import Entry, File, Index, read_index
+from mfun.checkpoint.format import CheckpointError
+from mfun.checkpoint.index import Entry, Index, read_index
 from mfun.checkpoint.pieces import Copy, Piece, common, whole
 from mfun.checkpoint.room import empty
+from mfun.checkpoint.source import Source, damaged
 from mfun.checkpoint.writer import dtype_name
 
 Expected = Mapping[str, tuple[Sequence[int], torch.dtype]]
@@ -166,9 +161,9 @@ def fill(opened: Opened, targets: Targets) -> bool:
             if copies := [*common(entry, piece)]:
                 work.setdefault(entry.file, []).append((stored, entry, copies, target))
     for file, rows in sorted(work.items()):
-        mapped = Mapped(opened.folder / file, opened.index.files[file])
-        for stored, entry, copies, target in rows:
-            _read(mapped, stored, entry, copies, target.view(-1))
+        with Source(opened.folder / file, opened.index.files[file]) as source:
+            for stored, entry, copies, target in rows:
+                _read(source, stored, entry, copies, target.view(-1))
     for target, read in later:
         target.copy_(read)
     every = [(entry, copies) for rows in work.values() for _, entry, copies, _ in rows]
@@ -218,131 +213,50 @@ def check_files(folder: Path, index: Index, names: Iterable[str]) -> None:
     Raises: CheckpointError naming the first that is not, byte for byte, what was written.
     """
     for name in sorted(names):
-        mapped = Mapped(folder / name, index.files[name])
         held = {
             stored: entry
             for stored, entries in index.tensors.items()
             for entry in entries
             if entry.file == name
         }
-        if extra := [stored for stored in mapped.stored if stored not in held]:
-            raise damaged(mapped.path, f"holds {extra[0]}, of which index.json knows nothing")
-        for stored, entry in held.items():
-            mapped.check(stored, entry, mapped.tensor(stored, entry), None)
+        with Source(folder / name, index.files[name]) as source:
+            if extra := [stored for stored in source.stored if stored not in held]:
+                raise damaged(source.path, f"holds {extra[0]}, of which index.json knows nothing")
+            for stored, entry in held.items():
+                source.check(stored, entry)
 
 
-class Mapped:
-    """A file of a checkpoint in memory.
-
-    Args:
-        path: of the file.
-        file: what the index says of it.
-
-    Raises:
-        CheckpointError: its size or header is another.
-    """
-
-    def __init__(self, path: Path, file: File) -> None:
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
-            raise damaged(path, "is not there")
-        if size != file.bytes:
-            raise damaged(path, f"has {size} bytes instead of {file.bytes}")
-        self.path = path
-        self.stored, start = read_header(path)
-        if blake2b(start, digest_size=16).hexdigest() != file.header:
-            raise damaged(path, "was altered after it was written (its hash differs)")
-        with path.open("rb") as opened:  # private: nothing can be written to the file through it
-            self.memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.memory.madvise(mmap.MADV_RANDOM)  # no reading ahead: what is wanted is announced
-
-    def tensor(self, name: str, entry: Entry) -> Tensor:
-        """A stored tensor, flat; a view of the file.
-
-        Raises: CheckpointError if the header does not say what the index says.
-        """
-        found = self.stored.get(name)
-        if found is None or found[:2] != (entry.dtype, entry.shape):
-            raise CheckpointError(f"{self.path}: {name} in it is not what index.json says")
-        dtype = getattr(torch, entry.dtype)
-        if not entry.count:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.memory, dtype=dtype, offset=found.begin, count=entry.count)
-
-    def announce(self, name: str, low: int, high: int) -> None:
-        """Begin to read these bytes of a tensor from the disk, beside other work."""
-        begin = self.stored[name].begin
-        start = (begin + low) // mmap.PAGESIZE * mmap.PAGESIZE
-        self.memory.madvise(mmap.MADV_WILLNEED, start, begin + high - start)
-
-    def check(self, name: str, entry: Entry, data: Tensor, target: Tensor | None) -> None:
-        """Compare a tensor with its hash, and copy it, while a chunk of it is at hand.
-
-        Raises: CheckpointError if it is another.
-        """
-        self.announce(name, 0, entry.bytes)
-        one, step = Hash(), CHUNK // data.element_size()
-        for at in range(0, entry.count, step):
-            chunk = data[at : at + step]
-            one.add(chunk.view(torch.uint8).numpy())
-            if target is not None:
-                target[at : at + step].copy_(chunk)
-        if one.text != entry.hash:
-            raise damaged(self.path, f"was altered after it was written (the hash of {name})")
-
-
-def damaged(path: Path, problem: str) -> CheckpointError:
-    """The error of a file that is not what was written."""
-    return CheckpointError(
-        f"{path} {problem}: delete {path.parent} to resume from another checkpoint"
-    )
-
-
-def _read(mapped: Mapped, name: str, entry: Entry, copies: Sequence[Copy], target: Tensor) -> None:
-    """Copy to a flat target what it has in common with a stored piece."""
-    data, first = mapped.tensor(name, entry), copies[0]
-    if _count(copies) == entry.count:
-        straight = first.count == entry.count == prod(first.target_shape)
-        low = first.target_at
-        mapped.check(name, entry, data, target[low : low + entry.count] if straight else None)
-        if straight:
-            return
-    else:
+def _read(source: Source, name: str, entry: Entry, copies: Sequence[Copy], target: Tensor) -> None:
+    """Bring to a flat target what it has in common with a stored piece."""
+    if _count(copies) < entry.count:
         for copy in copies:
-            for low, high in _ranges(copy, data.element_size()):
-                mapped.announce(name, low, high)
-    for at, shape, box, to, to_shape, to_box, _ in copies:
-        source = data[at : at + prod(shape)].view(shape)[box]
-        target[to : to + prod(to_shape)].view(to_shape)[to_box].copy_(source)
+            _read_part(source, name, entry, copy, _place(copy, target))
+        return
+    first = copies[0]
+    straight = first.count == entry.count == prod(first.target_shape)
+    low = first.target_at
+    part = target[low : low + entry.count] if straight else empty((entry.count,), target.dtype)
+    source.check(name, entry, part)
+    for copy in () if straight else copies:
+        at, shape = copy.source_at, copy.source_shape
+        piece = part[at : at + prod(shape)].view(shape)[copy.source_box]
+        _place(copy, target).copy_(piece)
+
+
+def _read_part(source: Source, name: str, entry: Entry, copy: Copy, place: Tensor) -> None:
+    """Into its place, or by way of memory that is dense and on the CPU."""
+    straight = place.is_contiguous() and place.device.type == "cpu"
+    read = place if straight else torch.empty(place.shape, dtype=place.dtype)
+    source.take(name, entry, copy, read)
+    if not straight:
+        place.copy_(read)
+
+
+def _place(copy: Copy, target: Tensor) -> Tensor:
+    """Where a copy goes in a flat target."""
+    at, shape, box = copy.target_at, copy.target_shape, copy.target_box
+    return target[at : at + prod(shape)].view(shape)[box]
 
 
 def _count(copies: Sequence[Copy]) -> int:
     return sum(copy.count for copy in copies)
-
-
-def _ranges(copy: Copy, item: int) -> Iterator[tuple[int, int]]:
-    """The bytes [low, high) of a stored tensor that a copy reads, joined over gaps below a page.
-
-    Args:
-        copy: reads `source_box` of `source_shape`.
-        item: bytes of an element.
-
-    Example: 2 of 4 columns of 3 rows
-        >>> box = (slice(0, 3), slice(2, 4))
-        >>> ranges = lambda item: [*_ranges(Copy(0, (3, 4), box, 0, (3, 2), box, 6), item)]
-        >>> ranges(4), ranges(4096)
-        ([(8, 48)], [(8192, 16384), (24576, 32768), (40960, 49152)])
-    """
-    sizes = [part.stop - part.start for part in copy.source_box]
-    loops, length, reach, stride, low = 0, 0, item, item, copy.source_at * item
-    strides: list[int] = []
-    for dim in reversed(range(len(sizes))):
-        if sizes[dim] > 1 and stride - reach >= mmap.PAGESIZE and not loops:
-            loops, length = dim + 1, reach
-        reach += (sizes[dim] - 1) * stride
-        low += copy.source_box[dim].start * stride
-        strides.insert(0, stride)
-        stride *= copy.source_shape[dim]
-    for index in product(*map(range, sizes[:loops])):
-        at = low + sum(i * s for i, s in zip(index, strides, strict=False))
-        yield at, at + (length if loops else reach)

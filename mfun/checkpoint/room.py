@@ -1,4 +1,4 @@
-"""Memory that is about to be written once: in large pages, since each page costs a fault."""
+"""Tensors' memory: made in large pages, since each page costs a fault, and seen as bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from mfun.checkpoint.hashing import as_bytes
 
 HUGE = 1 << 21
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -37,3 +39,16 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
         tensor([0, 0])
     """
     return empty(shape, dtype, device).zero_()
+
+
+def memory(x: Tensor) -> memoryview:
+    """The bytes of a dense tensor on the CPU, to be read and written.
+
+    Example: of one element, whose stride says nothing
+        >>> x = torch.zeros(2, 3, dtype=torch.int16)[:1, 1:2].T
+        >>> memory(x)[0] = 1
+        >>> x
+        tensor([[1]], dtype=torch.int16)
+    """
+    assert x.is_contiguous(), "bytes of a dense tensor only"
+    return as_bytes(x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy())

@@ -27,7 +27,7 @@ from mfun.checkpoint.index import (
     index_text,
 )
 from mfun.checkpoint.pieces import Piece, whole
-from mfun.checkpoint.room import empty
+from mfun.checkpoint.room import empty, memory
 
 Agree = Callable[[bool], bool]
 """Whether any rank says yes; every rank calls it, and none returns before all have."""
@@ -229,8 +229,7 @@ def _write_file(
 
 def _chunks(x: Tensor) -> Iterator[Any]:
     """A tensor's bytes, row-major, copied only where they do not lie so."""
-    flat = x.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy() if flat.numel() else ()
+    data = memory(x.detach().cpu().contiguous())
     for at in range(0, len(data), CHUNK):
         yield data[at : at + CHUNK]
 
