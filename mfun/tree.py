@@ -8,8 +8,9 @@ Every error names the path.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 Tree = Any
 
@@ -20,19 +21,30 @@ def children(node: Tree) -> dict[str, Tree] | None:
     Raises:
         ValueError: a dict has a key that is no string, or an empty one.
     """
-    if isinstance(node, Mapping):
-        for key in node:
-            if not isinstance(key, str) or not key:
-                raise ValueError(
-                    f"tree: key {key!r} beside {[k for k in node if k != key]} cannot be part of a "
-                    "dotted path; use a non-empty string"
-                )
-        return dict(node)
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return dict(zip(node._fields, node, strict=True))  # type: ignore[attr-defined]
-    if isinstance(node, tuple | list):
-        return {str(i): child for i, child in enumerate(node)}
+    match _kind(type(node)):
+        case "dict":
+            for key in node:
+                if not isinstance(key, str) or not key:
+                    raise ValueError(
+                        f"tree: key {key!r} beside {[k for k in node if k != key]} cannot be part "
+                        "of a dotted path; use a non-empty string"
+                    )
+            return dict(node)
+        case "named":
+            return dict(zip(node._fields, node, strict=True))
+        case "sequence":
+            return {str(i): child for i, child in enumerate(node)}
     return None
+
+
+@functools.cache
+def _kind(kind: type) -> Literal["dict", "named", "sequence", "leaf"]:
+    """What nodes of a type are; asked of every node at every step, so answered once a type."""
+    if issubclass(kind, Mapping):
+        return "dict"
+    if issubclass(kind, tuple):
+        return "named" if hasattr(kind, "_fields") else "sequence"
+    return "sequence" if issubclass(kind, list) else "leaf"
 
 
 def _rebuild(node: Tree, below: list[Tree]) -> Tree:
@@ -58,19 +70,20 @@ def flatten(tree: Tree, path: str = "") -> dict[str, Any]:
         >>> flatten({"a": {"w": 1, "b": 2}, "c": (3, 4)})
         {'a.w': 1, 'a.b': 2, 'c.0': 3, 'c.1': 4}
     """
-    found = children(tree)
-    if found is None:
-        return {path: tree}
     out: dict[str, Any] = {}
-    for key, child in found.items():
-        leaves = flatten(child, _join(path, key))
-        if not out.keys().isdisjoint(leaves):
-            raise ValueError(
-                f"tree: two leaves at {sorted(out.keys() & leaves.keys())}, because a key holds a "
-                "dot; rename the key"
-            )
-        out.update(leaves)
+    _collect(tree, path, out)
     return out
+
+
+def _collect(node: Tree, path: str, out: dict[str, Any]) -> None:
+    found = children(node)
+    if found is not None:
+        for key, child in found.items():
+            _collect(child, _join(path, key), out)
+    elif path in out:
+        raise ValueError(f"tree: two leaves at {[path]}, because a key holds a dot; rename the key")
+    else:
+        out[path] = node
 
 
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mfun.comm import kernels
 from mfun.comm.axis import Axis
+from mfun.comm.signed import signed
 
 Params = tuple[int, ...]
 
@@ -82,6 +83,7 @@ class Collective(torch.autograd.Function):
     """A collective on one rank's tensor; `axis.index` decides at which vmap level ranks live."""
 
     @staticmethod
+    @signed
     def forward(x: Tensor, index: Tensor, axis: Axis, name: str, params: Params) -> Tensor:
         """Run it on the process group (a simulated rank never gets here)."""
         return kernels.on_group(name, x, axis, params)
@@ -129,6 +131,7 @@ class Ranked(torch.autograd.Function):
     """The same collectives on rank-stacked tensors: `rank_dim` (from the end) lists all ranks."""
 
     @staticmethod
+    @signed
     def forward(x: Tensor, axis: Axis, name: str, params: Params, rank_dim: int) -> Tensor:
         """Run it on the stack, after checking that a value declared equal is equal."""
         if axis.check and DUALS[name].equal_input:
@@ -169,6 +172,7 @@ class Max(torch.autograd.Function):
     """Largest value over the ranks of an axis, without gradient."""
 
     @staticmethod
+    @signed
     def forward(x: Tensor, index: Tensor, axis: Axis) -> Tensor:
         """Run it on the process group."""
         return kernels.on_group("max", x, axis, ())

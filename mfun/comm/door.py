@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mfun.comm.kernels import gap
+from mfun.comm.signed import signed
 from mfun.mesh import DENSE, EXPERT, Mesh, mesh_axis
 from mfun.spec import P, ParamSpec, local_shape, others, pad_to, piece_index, pieces
 
@@ -97,6 +98,7 @@ class Enter(torch.autograd.Function):
     """Pieces (..., K, local) -> ranks (..., n, local); `dim` from the end."""
 
     @staticmethod
+    @signed
     def forward(x: Tensor, door: Door, dim: int) -> Tensor:
         """Every rank's copy of its piece."""
         return x.index_select(x.ndim + dim, torch.tensor(door.piece, device=x.device))
@@ -128,6 +130,7 @@ class Leave(torch.autograd.Function):
     """Ranks (..., n, local) -> pieces (..., K, local): the sum of what a piece's owners hold."""
 
     @staticmethod
+    @signed
     def forward(x: Tensor, door: Door, dim: int) -> Tensor:
         """Check the copies, then add up what the owners hold."""
         if door.check:

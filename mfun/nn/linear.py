@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from mfun import comm
 from mfun.comm import Axis, overlap
+from mfun.comm.signed import signed
 from mfun.nn.weight_grads import WeightGrads
 
 SEQUENCE = 1  # the dim of (b, s, ...) that sequence parallelism cuts
@@ -63,6 +64,7 @@ class ColumnLinear(torch.autograd.Function):
     """y = enter(x) w^T + b, keeping x as it came: under sequence parallelism, the shard."""
 
     @staticmethod
+    @signed
     def forward(
         x: Tensor,
         w: Tensor,
@@ -113,6 +115,7 @@ class RowLinear(torch.autograd.Function):
     """y = leave(x w^T) + b: the bias is added once, to the sum."""
 
     @staticmethod
+    @signed
     def forward(
         x: Tensor,
         w: Tensor,
@@ -196,7 +199,7 @@ def _overlapped(
 
 def _at(axis: Axis, index: Tensor) -> Axis:
     """The axis with the index as this transform level sees it."""
-    return attrs.evolve(axis, index=index)
+    return axis if index is axis.index else attrs.evolve(axis, index=index)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...]) -> None:

@@ -235,6 +235,8 @@ def restore_state(
 
 def _children(node: State) -> list[tuple[str, State]] | None:
     """Names and values of a dict or NamedTuple; a name may hold dots, as a leaf's path does."""
+    if isinstance(node, Tensor):
+        return None
     if isinstance(node, Mapping):
         return list(node.items())
     if isinstance(node, tuple) and hasattr(node, "_fields"):

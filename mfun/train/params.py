@@ -152,7 +152,8 @@ class StageParams:
         """
         kind = "any" if self.world.lead else "first"
         if not self.plan.holds_shards:
-            used = tree.map(self._computed, self.stage.specs, params)
+            dtype = self.plan.compute_dtype  # a leaf is itself, or a copy of fewer bits
+            used = tree.map(lambda s, x: x.to(s.dtype_among(dtype)), self.stage.specs, params)
             return Program(self.world, self.stage, used, derivatives=kind)
         if self.plan.shards_params:
             if self.flat is None:
@@ -168,7 +169,3 @@ class StageParams:
             flat=self.flat,
             shards=params if self.plan.shards_params else {},
         )
-
-    def _computed(self, spec: ParamSpec, x: Tensor) -> Tensor:
-        """A parameter as layers use it: itself, or a copy of fewer bits."""
-        return x.to(spec.dtype_among(self.plan.compute_dtype))
