@@ -2604,14 +2604,14 @@ MEMORY = (
     ),
     Fault(
         "moments do not come back from the device",
-        edit("optim.offload:_stored", ("_to_host(x, there[path])", "there[path]")),
+        edit("optim.offload:_stored", ("to_host(x, old[path], BACK)", "old[path]")),
         AWAY,
         "parameter off",
         "an optimizer without a memory",
     ),
     Fault(
         "a leaf brings the moments of all",
-        edit("optim.offload:_only", ("{path: node[path]} if path in node else {}", "dict(node)")),
+        edit("optim.offload:_only", ("{path: all_[path]} if path in all_ else {}", "dict(all_)")),
         AWAY,
         "parameter off",
         "moments of a step ago put over new ones",

@@ -19,6 +19,7 @@ LAYER = {
     "flat": 0,
     "schedule": 0,
     "tree": 1,
+    "host": 1,
     "rng": 1,
     "spec": 1,
     "comm": 2,

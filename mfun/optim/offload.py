@@ -7,15 +7,13 @@ travels back. Leaves are whatever the optimizer sees: flat shards of buckets, or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from mfun.host import arrived, settle, to_device, to_host
 from mfun.optim.transform import Leaves, State, Transform, check_match
 
-Tensors = Callable[[Tensor], Tensor]
+THERE, BACK = "optimizer there", "optimizer back"
+"""Names of the copies of each way, which go on at once."""
 
 
 def with_offload(transform: Transform) -> Transform:
@@ -46,7 +44,7 @@ def with_offload(transform: Transform) -> Transform:
 
     def init(params: Leaves) -> State:
         parts = [transform.init({path: p}) for path, p in params.items()]
-        kept = [_mapped(part, params, _to_host) for part in parts]  # one leaf's at a time
+        kept = [_away(part, params) for part in parts]  # one leaf's at a time
         return _joined(kept) if kept else transform.init({})
 
     def update(updates: Leaves, state: State, params: Leaves, **extra: Any) -> tuple[Leaves, State]:
@@ -57,11 +55,10 @@ def with_offload(transform: Transform) -> Transform:
         for path, near, there in _arriving(state, params):
             out, part = transform.update({path: updates[path]}, near, {path: params[path]}, **extra)
             new |= out
-            parts.append(
-                _stored(part, there, params) if donate else _mapped(part, params, _to_host)
-            )
+            parts.append(_stored(part, there, params) if donate else _away(part, params))
             del near, part  # before the next but one is asked for
-        _finish(params)
+        for device in {p.device for p in params.values()}:
+            settle(device, BACK)
         return new, _joined(parts) if parts else transform.update({}, state, {}, **extra)[1]
 
     return Transform(init, update)
@@ -75,7 +72,7 @@ def _arriving(state: State, params: Leaves) -> Iterator[tuple[str, State, State]
     owned = [(path, _only(state, path, params)) for path in params]
     coming = _fetched(*owned[0], params) if owned else None
     for i, (path, there) in enumerate(owned):
-        near = _ready(coming, params[path].device, params)
+        near = _ready(coming, params)
         coming = _fetched(*owned[i + 1], params) if i + 1 < len(owned) else None
         yield path, near, there
 
@@ -83,23 +80,54 @@ def _arriving(state: State, params: Leaves) -> Iterator[tuple[str, State, State]
 def _fetched(path: str, there: State, params: Leaves) -> State:
     """A leaf's part of a state on its way to the leaf's device."""
     device = params[path].device
-    return _mapped(there, params, lambda x: _to_device(x, device))
+    return _changed(
+        params, lambda leaves: {p: to_device(x, device, THERE) for p, x in leaves.items()}, there
+    )
 
 
-def _is_leaves(node: State, names: Mapping[str, Tensor]) -> bool:
-    """Whether a part of a state is a dict of leaves, all or some."""
-    return isinstance(node, Mapping) and bool(node) and node.keys() <= names.keys()
+def _ready(near: State, params: Leaves) -> State:
+    """What was on its way, for what is computed next."""
+    return _changed(params, lambda leaves: {p: arrived(x, THERE) for p, x in leaves.items()}, near)
 
 
-def _only(node: State, path: str, names: Mapping[str, Tensor]) -> State:
+def _away(near: State, params: Leaves) -> State:
+    """A state with its leaves in the host's memory."""
+    return _changed(
+        params, lambda leaves: {p: to_host(x, copies=BACK) for p, x in leaves.items()}, near
+    )
+
+
+def _stored(near: State, there: State, params: Leaves) -> State:
+    """A state with its leaves in the memory that they came from."""
+
+    def store(leaves: Leaves, old: Leaves) -> Leaves:
+        return {path: to_host(x, old[path], BACK) for path, x in leaves.items()}
+
+    return _changed(params, store, near, there)
+
+
+def _only(state: State, path: str, params: Leaves) -> State:
     """A state without the other leaves."""
-    if _is_leaves(node, names):
-        return {path: node[path]} if path in node else {}
-    if isinstance(node, Mapping):
-        return {name: _only(child, path, names) for name, child in node.items()}
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(_only(child, path, names) for child in node))
-    return node
+    return _changed(params, lambda all_: {path: all_[path]} if path in all_ else {}, state)
+
+
+def _changed(params: Leaves, change: Callable[..., Leaves], *states: State) -> State:
+    """The first of some states with each dict of leaves, all or some, changed.
+
+    Args:
+      params: whose names say which dicts are leaves.
+      change: of such dicts, one of each state.
+      states: of the same structure.
+    """
+    first = states[0]
+    if isinstance(first, Mapping):
+        if first and first.keys() <= params.keys():
+            return change(*states)
+        return {name: _changed(params, change, *(s[name] for s in states)) for name in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        children = zip(*states, strict=True)
+        return type(first)(*(_changed(params, change, *each) for each in children))
+    return first
 
 
 def _joined(parts: Sequence[State]) -> State:
@@ -111,78 +139,3 @@ def _joined(parts: Sequence[State]) -> State:
     if isinstance(last, tuple) and hasattr(last, "_fields"):
         return type(last)(*(_joined(children) for children in zip(*parts, strict=True)))
     return last
-
-
-def _mapped(node: State, names: Mapping[str, Tensor], move: Tensors) -> State:
-    """A state with its leaves moved."""
-    if _is_leaves(node, names):
-        return {path: move(x) for path, x in node.items()}
-    if isinstance(node, Mapping):
-        return {name: _mapped(child, names, move) for name, child in node.items()}
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(_mapped(child, names, move) for child in node))
-    return node
-
-
-def _stored(node: State, there: State, names: Mapping[str, Tensor]) -> State:
-    """A state with its leaves moved into the memory that they came from."""
-    if _is_leaves(node, names):
-        return {path: _to_host(x, there[path]) for path, x in node.items()}
-    if isinstance(node, Mapping):
-        return {name: _stored(child, there[name], names) for name, child in node.items()}
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        pairs = zip(node, there, strict=True)
-        return type(node)(*(_stored(child, old, names) for child, old in pairs))
-    return node
-
-
-# ---------------------------------------------------- copies; of a GPU beside what it computes
-
-
-def _to_host(x: Tensor, host: Tensor | None = None) -> Tensor:
-    """A copy in the host's memory: in that of `host`, or new."""
-    if x.device.type != "cuda":
-        return x.clone() if host is None else host.copy_(x)
-    if host is None:
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    copying = _side(x.device, "back")
-    copying.wait_stream(torch.cuda.current_stream(x.device))
-    with torch.cuda.stream(copying):
-        host.copy_(x, non_blocking=True)
-    x.record_stream(copying)  # its memory is not given away before the copy has ended
-    return host
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, there once `_ready` has been called."""
-    if device.type != "cuda":
-        return host.clone()
-    with torch.cuda.stream(_side(device, "there")):
-        return host.to(device, non_blocking=True)
-
-
-def _ready(near: State, device: torch.device, params: Leaves) -> State:
-    """What was on its way, for what is computed next."""
-    if device.type != "cuda":
-        return near
-    computing = torch.cuda.current_stream(device)
-    computing.wait_stream(_side(device, "there"))
-
-    def used(x: Tensor) -> Tensor:
-        x.record_stream(computing)
-        return x
-
-    return _mapped(near, params, used)
-
-
-def _finish(params: Leaves) -> None:
-    """Wait until all is in the host's memory, where others may read it."""
-    for device in {p.device for p in params.values() if p.device.type == "cuda"}:
-        _side(device, "back").synchronize()
-
-
-@cache
-def _side(device: torch.device, way: str) -> torch.cuda.Stream:
-    """The stream of one way's copies: there and back at once."""
-    del way
-    return torch.cuda.Stream(device)

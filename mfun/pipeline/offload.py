@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mfun.host import arrived, to_device, to_host
 from mfun.pipeline.pullback import Apply, Message
 
 
@@ -89,7 +89,7 @@ class Shelf:
     def reload(self) -> None:
         """Move everything back."""
         pairs = zip(self._bytes, self._devices, strict=True)
-        self._bytes = [to_device(x, device) for x, device in pairs]
+        self._bytes = [arrived(to_device(x, device)) for x, device in pairs]
         self._at = {x.untyped_storage().data_ptr(): i for i, x in enumerate(self._bytes)}
 
 
@@ -122,37 +122,3 @@ def without_input(apply: Apply, x: Message) -> tuple[Apply, Message]:
         return apply(params, {k: _StandIn.apply(leaf, x[k]) for k, leaf in leaves.items()})
 
     return layer, stands
-
-
-def to_host(x: Tensor) -> Tensor:
-    """A copy in the host's memory; from a GPU pinned, and beside what it computes.
-
-    The CUDA branch has not been run yet: it follows the allocator's rules for side streams.
-    """
-    if x.device.type != "cuda":
-        return x.clone()
-    copying, computing = _side(x.device), torch.cuda.current_stream(x.device)
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    copying.wait_stream(computing)
-    with torch.cuda.stream(copying):
-        host.copy_(x, non_blocking=True)
-    x.record_stream(copying)  # its memory is not given away before the copy has ended
-    return host
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, ready for what is computed next there; as `to_host`."""
-    if device.type != "cuda":
-        return host.clone()
-    copying, computing = _side(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(copying):  # starts beside what was computed before
-        x = host.to(device, non_blocking=True)
-    computing.wait_stream(copying)
-    x.record_stream(computing)
-    return x
-
-
-@cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device's copies."""
-    return torch.cuda.Stream(device)
