@@ -13,6 +13,7 @@ from mfun import config as cfg
 from mfun.comm import ProcessWorld, finish
 from mfun.config import Config, ConfigError
 from mfun.grads import GradientError, needed_groups
+from mfun.grads.guard import Guard
 from mfun.pipeline.flight import Flight
 from mfun.train.plan import plan
 from mfun.train.step import State, Trainer
@@ -102,3 +103,12 @@ def test_finite_gradients_are_as_before() -> None:
 def main_alone(main: Any, layout: Any) -> Any:
     """On the only rank."""
     return on_threads(layout.mesh, main, needed_groups(layout.table, layout.mesh))[0]
+
+
+def test_five_parameters_are_named_and_the_others_counted() -> None:
+    """A step in which all gradients are NaN must still give a line that can be read."""
+    wrong = [(f"p{i}", float(i)) for i in range(7)]
+    five = "p0 is 0, p1 is 1, p2 is 2, p3 is 3, p4 is 4"
+    assert Guard(2).name(wrong[:5]) == f"rank 2: the gradient of {five}"
+    assert Guard(2).name(wrong[:6]) == f"rank 2: the gradient of {five} (and 1 more)"
+    assert Guard(2).name(wrong) == f"rank 2: the gradient of {five} (and 2 more)"

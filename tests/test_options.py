@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mfun.cli import main
 from mfun.config import SECTIONS, ConfigError, ParallelConfig, from_toml, load, resolve
-from mfun.config.options import OPTIONS, find
+from mfun.config.options import OPTIONS, Option, find
 from mfun.plan.memory import account
 from mfun.train.plan import plan
 
@@ -107,6 +107,13 @@ def test_refusals_say_why() -> None:
         load("tiny", ["parallel.nccl_ub=true"])
     with pytest.raises(ConfigError, match=r"fp8_param_gather is refused: .* tensor cores"):
         load("tiny", ["parallel.fp8_param_gather=true"])
+
+
+def test_a_row_reads_as_a_sentence() -> None:
+    """An option leads to its keys; another verdict to those that come nearest, if there are any."""
+    assert Option("a", "option", ("x.b", "x.c"), "so").hint == "Megatron's a is x.b, x.c here: so."
+    assert Option("a", "built in", ("x.b",), "so").hint == "Megatron's a is built in: so (see x.b)."
+    assert Option("a", "refused", (), "it is so").hint == "Megatron's a is refused: it is so."
 
 
 def test_flags_of_megatrons_command_line_are_found() -> None:

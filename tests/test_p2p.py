@@ -10,7 +10,7 @@ from pool import Pool, RankError
 from torch import Tensor
 
 from mfun.comm import distribute
-from mfun.comm.p2p import Transport
+from mfun.comm.p2p import Header, Transport, describe
 from mfun.mesh import Mesh
 from mfun.schedule import Recv, Send
 
@@ -206,3 +206,14 @@ def kept(rank: int) -> list[float]:
 def test_message_is_kept_until_sent(pool: Pool) -> None:
     """Large, temporary, transposed tensors arrive whole though the sender let go of them."""
     assert pool.run(kept)[1] == [0, 1, 2, 3, 4, 5]
+
+
+def test_slots_are_tags_that_gloo_takes_and_messages_seldom_share() -> None:
+    """Tags of 32 bits with a sign, apart from those of headers and descriptions."""
+    description = describe(message(0))
+    sends = [Send(mb, to=1, kind=k, peer=1) for k in ("act", "grad") for mb in range(1000)]
+    slots = [Header.of(send, description).slot for send in sends]
+    assert len(set(slots)) == len(slots)
+    assert min(slots) >= 2 and max(slots) < 2**31
+    received = Header.of(Recv(3, to=1, kind="act", peer=0), description, described=True)
+    assert received.slot == slots[3]  # on both ends, whether a description goes along or not
