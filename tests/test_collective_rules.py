@@ -70,6 +70,35 @@ def test_gather_with_other_weights_on_each_rank() -> None:
     assert grad(run)(x, weights).tolist() == [0 + 6, 1 + 7, 2 + 8, 3 + 9, 4 + 10, 5 + 11]
 
 
+def test_gather_then_expert() -> None:
+    """Row 27: each rank's expert sees all tokens; a token's gradient sums both experts' shares."""
+    tokens = torch.tensor([[1.0, 2], [3, -1], [2, 2], [-4, 1]], dtype=torch.float64)
+    experts = torch.tensor([[[1.0, -2], [0, 3]], [[2, 1], [-1, 1]]], dtype=torch.float64)
+    gate = torch.tensor([[2.0, 1], [0, 3], [1, 1], [2, 0]], dtype=torch.float64)
+
+    def local(groups: Groups, x: Tensor, w: Tensor, gate: Tensor) -> Tensor:
+        every = gather(x, groups.tp, 0)
+        mine = gate * (every @ w[0]).relu()
+        return reduce_scatter(mine, groups.tp, 0).square().sum()
+
+    def dense(x: Tensor, w: Tensor) -> Tensor:
+        both = torch.stack([gate[:, e, None] * (x @ w[e]).relu() for e in range(2)])
+        return both.sum(0).square().sum()
+
+    specs = (P("tp"), P("tp"), P(None, "tp"))
+    run = simulate(local, TP2, specs, P(sums=("tp",)))
+    assert run(tokens, experts, gate) == dense(tokens, experts)
+    for have, want in zip(
+        grad(run, (0, 1))(tokens, experts, gate),
+        grad(dense, (0, 1))(tokens, experts),
+        strict=True,
+    ):
+        assert torch.equal(have, want)
+    # By hand, token 0: experts give (1, 4) and (0, 3), y = 2 (1, 4) + (0, 3) = (2, 11), dy = 2 y.
+    sent = 2 * experts[0] @ torch.tensor([4.0, 22]).double() + experts[1][:, 1] * 22
+    assert grad(run)(tokens, experts, gate)[0].tolist() == sent.tolist() == [-58, 154]
+
+
 def test_mean_over_uneven_pieces_is_a_sum_over_a_count() -> None:
     """Row 28: 3x4 over 2 ranks has mean 5.5, 1x4 has 1.5, also where a rank holds padding only."""
 

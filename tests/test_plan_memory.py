@@ -19,6 +19,7 @@ from mfun.train.plan import Plan, plan
 from mfun.train.step import Trainer
 from mfun.verify.batches import rank_batches
 from research import zero_memory
+from research.bench import modules, peers
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -313,3 +314,26 @@ def test_the_first_step_needs_no_more(strategy: str) -> None:
     whole = account(zero_memory.layout_of("no_shard", 8, "model.layers=16"), 0).params
     assert live.most <= 1.02 * want.total, (live.most, begun, want)
     assert begun < whole or strategy != "optim_grads_params"
+
+
+def test_a_step_lives_in_what_plain_autograd_needs() -> None:
+    """Row 137: no more than 1.3 times the bytes of eager modules and torch.optim's AdamW."""
+    sizes = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 512, "seq": 128, "batch": 8}
+    words = torch.arange(sizes["batch"] * (sizes["seq"] + 1)) ** 2 % sizes["vocab"]
+    rows = words.unflatten(0, (sizes["batch"], -1))
+    inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    most, losses = [], []
+    for make in (
+        lambda: peers.mfun_step(peers.CASES["one"], sizes, inputs, labels),
+        lambda: modules.one_device(sizes, inputs, labels),
+    ):
+        with Live(inputs, labels) as live:
+            step = make()
+            step()
+            live.most = 0  # of a step, and all that it begins with
+            losses.append(step())
+        most.append(live.most)
+    parameters = 2 * (12 * 256 * 256 + 13 * 256) + (2 * 512 + 128) * 256 + 2 * 256
+    assert min(most) > 4 * (4 * parameters), "weights, gradients and two moments"
+    assert most[0] <= 1.3 * most[1], most
+    assert all(4 < loss < 8 for loss in losses), losses
