@@ -233,7 +233,7 @@ def _read(source: Source, name: str, entry: Entry, copies: Sequence[Copy], targe
             _read_part(source, name, entry, copy, _place(copy, target))
         return
     first = copies[0]
-    straight = first.count == entry.count == prod(first.target_shape)
+    straight = first.count == entry.count == prod(first.target_shape) and _near(target)
     low = first.target_at
     part = target[low : low + entry.count] if straight else empty((entry.count,), target.dtype)
     source.check(name, entry, part)
@@ -245,7 +245,7 @@ def _read(source: Source, name: str, entry: Entry, copies: Sequence[Copy], targe
 
 def _read_part(source: Source, name: str, entry: Entry, copy: Copy, place: Tensor) -> None:
     """Into its place, or by way of memory that is dense and on the CPU."""
-    straight = place.is_contiguous() and place.device.type == "cpu"
+    straight = place.is_contiguous() and _near(place)
     read = place if straight else torch.empty(place.shape, dtype=place.dtype)
     source.take(name, entry, copy, read)
     if not straight:
@@ -256,6 +256,11 @@ def _place(copy: Copy, target: Tensor) -> Tensor:
     """Where a copy goes in a flat target."""
     at, shape, box = copy.target_at, copy.target_shape, copy.target_box
     return target[at : at + prod(shape)].view(shape)[box]
+
+
+def _near(x: Tensor) -> bool:
+    """Whether the system can read into it."""
+    return x.device.type == "cpu"
 
 
 def _count(copies: Sequence[Copy]) -> int:

@@ -63,24 +63,18 @@ class Source:
         Args:
             name: in the file.
             entry: what the index says of it.
-            target: flat, where it goes; nowhere if not given.
+            target: where it goes, dense and on the CPU; nowhere if not given.
 
         Raises: CheckpointError if it is another.
         """
         begin = self._begin(name, entry)
         self._announce(begin, begin + entry.bytes)
-        into = target if target is not None and target.device.type == "cpu" else None
-        one, step = Hash(), CHUNK // entry.item
-        room = 0 if into is not None else min(step, entry.count)
-        scratch = torch.empty(room, dtype=getattr(torch, entry.dtype))
-        for at in range(0, entry.count, step):
-            count = min(step, entry.count - at)
-            part = scratch[:count] if into is None else into[at : at + count]
-            view = memory(part)
-            self._fetch(begin + at * entry.item, view)
-            one.add(view)
-            if into is None and target is not None:
-                target[at : at + count].copy_(part)
+        one, view = Hash(), memoryview(bytearray(CHUNK)) if target is None else memory(target)
+        for at in range(0, entry.bytes, CHUNK):
+            count = min(CHUNK, entry.bytes - at)
+            part = view[:count] if target is None else view[at : at + count]
+            self._fetch(begin + at, part)
+            one.add(part)
         if one.text != entry.hash:
             raise damaged(self.path, f"was altered after it was written (the hash of {name})")
 

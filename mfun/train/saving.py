@@ -46,6 +46,16 @@ class Held(NamedTuple):
     writer: int
 
 
+class _Known(NamedTuple):
+    """What decides who holds what, found once for all parameters: each of these walks over all."""
+
+    plan: Plan
+    world: ProcessWorld
+    specs: Mapping[str, ParamSpec]
+    buckets: Sequence[flat.Bucket]
+    spans: Mapping[str, tuple[int, flat.Span]]
+
+
 def layout(plan: Plan) -> dict[str, Any]:
     """What decides which rank holds what, as JSON values."""
     mesh, parallel = plan.mesh, plan.config.parallel
@@ -93,7 +103,13 @@ def save(trainer: Trainer, state: State, folder: Path, peers: Peers) -> Path:
     return checkpoint.save(order(trainer, state, folder, peers), peers.any)
 
 
-def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) -> State:
+def load(
+    trainer: Trainer,
+    folder: Path,
+    peers: Peers,
+    rules: Rules = STRICT,
+    room: State | None = None,
+) -> State:
     """The state of a checkpoint folder, whatever layout saved it; every rank calls this.
 
     Args:
@@ -101,6 +117,8 @@ def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) ->
         folder: of the checkpoint.
         peers: the ranks.
         rules: what may differ; tensors that may be missing and are have their initial values.
+        room: a state of this trainer whose memory is filled, instead of new memory; what is
+            missing keeps its values.
 
     Raises:
         CheckpointError: naming each tensor that this run's model does not have as the checkpoint
@@ -110,7 +128,7 @@ def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) ->
     opened = checkpoint.open_checkpoint(folder, _expected(plan), rules)
     if rules == STRICT:
         _check_position(plan, opened)
-    state = trainer.init() if rules.missing else trainer.blank()
+    state = room or (trainer.init() if rules.missing else trainer.blank())
     mine = held(trainer, state)
     read(opened, mine, peers)
     opt = _restored(plan, state.opt, mine, opened.index.scalars, rules)
@@ -214,7 +232,9 @@ def _held(trainer: Trainer, state: State, *, shard_params: bool) -> Iterator[Hel
         shard_params: where the optimizer is sharded, of whole parameters only this rank's shards.
     """
     plan, world = trainer.plan, _processes(trainer)
-    leaves, turns, buckets = state_leaves(state), dict[Group, int](), plan.buckets(world.stage)
+    buckets = plan.buckets(world.stage)
+    known = _Known(plan, world, plan.specs, buckets, flat.locate(buckets))
+    leaves, turns = state_leaves(state), dict[Group, int]()
     shards = {name: match for name in leaves if (match := _SHARD.fullmatch(name))}
     boxes = [name for name in leaves if name not in shards]
     for name in sorted(boxes, key=lambda n: (-leaves[n].numel(), n)):
@@ -222,13 +242,13 @@ def _held(trainer: Trainer, state: State, *, shard_params: bool) -> Iterator[Hel
         if path is None:
             yield Held(name, whole(()), x.double(), 0)
         elif plan.sharded and shard_params:
-            yield from _params_by_shard(plan, world, buckets, path, x)
+            yield from _params_by_shard(known, path, x)
         else:
             group = plan.table[path].group
             turns[group] = turns.get(group, -1) + 1
-            yield _box(plan, world, name, path, x, turns[group])
+            yield _box(known, name, path, x, turns[group])
     for name, match in shards.items():
-        yield from _shard(plan, world, buckets[int(match[2])], match[1], leaves[name])
+        yield from _shard(known, buckets[int(match[2])], match[1], leaves[name])
 
 
 def _some(parts: Iterator[Held]) -> list[Held]:
@@ -236,9 +256,10 @@ def _some(parts: Iterator[Held]) -> list[Held]:
     return [held for held in parts if held.piece.count]
 
 
-def _box(plan: Plan, world: ProcessWorld, name: str, path: str, x: Tensor, turn: int) -> Held:
+def _box(known: _Known, name: str, path: str, x: Tensor, turn: int) -> Held:
     """All that this rank holds of a tensor, without padding; its holders write in turn."""
-    spec, (axes, stages) = plan.specs[path], plan.table[path].group
+    plan, world, specs, *_ = known
+    spec, (axes, stages) = specs[path], plan.table[path].group
     holders = sorted(world.mesh.group_of(world.rank, *axes, stages=stages))
     piece = box_of(spec, world.mesh, world.coords)
     kept = x[tuple(slice(0, n) for n in piece.box)]
@@ -260,28 +281,24 @@ def box_of(spec: ParamSpec, mesh: Mesh, coords: Mapping[str, int]) -> Piece:
     return Piece(global_shape=spec.shape, start=start, box=box, spec=str(spec.p))
 
 
-def _params_by_shard(
-    plan: Plan, world: ProcessWorld, buckets: Sequence[flat.Bucket], path: str, x: Tensor
-) -> Iterator[Held]:
+def _params_by_shard(known: _Known, path: str, x: Tensor) -> Iterator[Held]:
     """This rank's run of a parameter that every rank of a shard group holds whole."""
-    index, span = flat.locate(buckets)[path]
-    bucket, (shards, at, writer) = buckets[index], _place(plan, world, path)
+    index, span = known.spans[path]
+    bucket, (shards, at, writer) = known.buckets[index], _place(known.plan, known.world, path)
     for part in flat.shard_pieces(bucket, shards, at):
         if part.path == path:
-            piece = _run(plan, world, part)
+            piece = _run(known, part)
             low = part.start - span.start
             kept = x.view(-1)[low : low + piece.count].view(piece.shape)
             yield Held(f"params.{path}", piece, kept, writer)
 
 
-def _shard(
-    plan: Plan, world: ProcessWorld, bucket: flat.Bucket, prefix: str, x: Tensor
-) -> Iterator[Held]:
+def _shard(known: _Known, bucket: flat.Bucket, prefix: str, x: Tensor) -> Iterator[Held]:
     """The runs of leaves that this rank's shard of a bucket consists of."""
-    shards, at, writer = _place(plan, world, bucket.spans[0].path)
+    shards, at, writer = _place(known.plan, known.world, bucket.spans[0].path)
     first, _ = flat.shard_range(bucket, shards, at)
     for part in flat.shard_pieces(bucket, shards, at):
-        piece = _run(plan, world, part)
+        piece = _run(known, part)
         low = part.start - first
         kept = x[low : low + piece.count].view(piece.shape)
         yield Held(f"{prefix}.{part.path}", piece, kept, writer)
@@ -296,9 +313,9 @@ def _place(plan: Plan, world: ProcessWorld, path: str) -> tuple[int, int, int]:
     return prod(map(mesh.size, row.shard_axes)), at, min(same)
 
 
-def _run(plan: Plan, world: ProcessWorld, part: flat.Piece) -> Piece:
+def _run(known: _Known, part: flat.Piece) -> Piece:
     """A run of a rank's part of a parameter; rows that pad it at its end are left out."""
-    spec = plan.specs[part.path]
+    spec, world = known.specs[part.path], known.world
     box = box_of(spec, world.mesh, world.coords)
     if local_shape(spec, world.mesh)[1:] != box.box[1:]:
         raise CheckpointError(f"{part.path} is padded inside, and such shards cannot be saved")
