@@ -2869,7 +2869,7 @@ CHECKPOINTS = (
     Fault(
         "blocks of a run are one row off",
         edit("checkpoint.pieces:_runs", ("i += 1", "i += 0")),
-        saved.moved(ZERO1_OF_TWO, "parallel.tp=4 train.microbatches=2"),
+        saved.moved(ZERO1_OF_THREE, "parallel.tp=4 train.microbatches=2"),
         "params|opt|range|size|shape",
         "the same between tensor and data parallel ranks",
     ),
