@@ -219,8 +219,9 @@ class Side:
         command += ["research.bench.peers", "--worker", f"{name}:{who}:{port}:{int(tiny)}"]
         threads = str(max(1, (os.cpu_count() or 2) // self.ranks))
         env = os.environ | {"OMP_NUM_THREADS": threads, RESULTS: self.folder.name}
+        self.said = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+            command, stdout=subprocess.DEVNULL, stderr=self.said, env=env
         )
         self.server.settimeout(120)
         self.at: socket.socket | None = None
@@ -237,13 +238,14 @@ class Side:
         try:
             return self.server.accept()[0]
         except TimeoutError:
-            self.process.kill()
             self.failed()
 
     def failed(self) -> NoReturn:
         """Say what its processes said."""
-        said = self.process.communicate()[1]
-        raise RuntimeError(f"{self.name} {self.who} failed:\n{said[-3000:]}")
+        self.process.kill()
+        self.process.wait()
+        self.said.seek(0)
+        raise RuntimeError(f"{self.name} {self.who} failed:\n{self.said.read()[-3000:]}")
 
     def result(self) -> dict[str, Any]:
         """End it: slowest rank's times, all processor time, most memory."""
@@ -252,6 +254,10 @@ class Side:
         if self.process.wait():
             self.failed()
         rows = [json.loads(path.read_text()) for path in Path(self.folder.name).iterdir()]
+        if self.process.stderr:
+            self.process.stderr.close()
+        self.server.close()
+        self.folder.cleanup()
         return {
             "ms": [max(ms) for ms in zip(*(row["ms"] for row in rows), strict=True)],
             "cpu_ms": [sum(ms) for ms in zip(*(row["cpu_ms"] for row in rows), strict=True)],
