@@ -2906,7 +2906,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "a block is filled while it is written",
-        edit("checkpoint.disk:Disk._write", ("blocks[::-1], 0", "blocks, 0")),
+        edit("checkpoint.disk:Disk._write", ("[*blocks[1:], blocks[0]], 0", "blocks, 0")),
         saved.large_files,
         "something else than was written",
         "a checkpoint whose hashes are wrong",
@@ -2920,13 +2920,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "the last block's error is nobody's",
-        edit(
-            "checkpoint.disk:Disk._write",
-            (
-                "    if going is not None:\n        going.result()",
-                "    if going is not None:\n        pass",
-            ),
-        ),
+        edit("checkpoint.disk:Disk._write", ("        one.result()", "        pass")),
         saved.full_disks,
         "nobody was told",
         "a checkpoint that is cut short and called whole",

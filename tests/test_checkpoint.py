@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_at_any_block_is_told(tmp_path, monkeypatch, block):
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match=r"No space left on device: .*large"):
         Disk().write(tmp_path / "large", large_parts())
-    assert len(calls) == block + 1
+    assert len(calls) > block
 
 
 def test_scalars_step_config_come_back(tmp_path):

@@ -1,8 +1,8 @@
 """The few operations on files that saving is made of; a test can cut in before each.
 
 Large files pass the system's cache by, where it lets them: nobody is about to read a checkpoint,
-and the copy into the cache costs as much as the disk. Bytes are gathered in two aligned blocks; a
-thread writes one while the other is filled.
+and the copy into the cache costs as much as the disk. Bytes are gathered in aligned blocks, and a
+thread writes them while others are filled.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,8 @@ from mfun.checkpoint.hashing import as_bytes
 
 BLOCK = 1 << 20
 """Bytes that go to the disk at once."""
+BLOCKS = 3
+"""One is written, one waits to be, and one is filled."""
 DIRECT = getattr(os, "O_DIRECT", 0)
 """The flag of a file whose bytes pass the cache by; 0 where a system has none."""
 
@@ -63,8 +66,9 @@ class Disk:
         self, handle: int, path: Path, parts: Iterable[Any], beside: ThreadPoolExecutor
     ) -> None:
         """Full blocks in the thread, directly; what is left after them as any file's bytes."""
-        blocks, used = [_block(), _block()], 0
-        going: Future[None] | None = None
+        going: deque[Future[None]] = deque()
+        blocks, used = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(BLOCKS)], 0  # at a page
+        _direct(handle, True)
         for part in parts:
             rest = as_bytes(part)
             while rest:
@@ -72,16 +76,14 @@ class Disk:
                 blocks[0][used : used + count] = rest[:count]
                 rest, used = rest[count:], used + count
                 if used == BLOCK:
-                    if going is None:
-                        _direct(handle, True)
-                    else:
-                        going.result()
                     self.before("write", path)
-                    going = beside.submit(_write_all, handle, blocks[0])
-                    blocks, used = blocks[::-1], 0
-        if going is not None:
-            going.result()
-            _direct(handle, False)
+                    going.append(beside.submit(_write_all, handle, blocks[0]))
+                    blocks, used = [*blocks[1:], blocks[0]], 0
+                    if len(going) == BLOCKS:
+                        going.popleft().result()  # whose block comes next
+        for one in going:
+            one.result()
+        _direct(handle, False)
         if used:
             self.before("write", path)
             _write_all(handle, blocks[0][:used])
@@ -108,11 +110,6 @@ class Disk:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _block() -> memoryview:
-    """Memory that begins at a page, as a disk wants it."""
-    return memoryview(mmap.mmap(-1, BLOCK))
 
 
 def _direct(handle: int, on: bool) -> None:
