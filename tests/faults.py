@@ -2913,7 +2913,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "the last bytes are not written",
-        edit("checkpoint.disk:Disk._write", ("if used:", "if used == BLOCK:")),
+        edit("checkpoint.disk:Disk._write", ("if used:", "if used > 1e9:")),
         saved.large_files,
         "something else than was written",
         "the same",

@@ -316,7 +316,7 @@ def doomed(run_dir: str, at: int, step: int, beside: bool, half: bool, told: Any
             os.kill(os.getpid(), signal.SIGKILL)
         count[0] += 1
 
-    order = order_of(Path(run_dir), step, many(step), Disk(before))
+    order = order_of(Path(run_dir), step, many(step), Disk(before, 1 << 20))
     if beside:
         saves = Background()
         saves.start(order)

@@ -23,7 +23,7 @@ import attrs
 
 from mfun.checkpoint.hashing import as_bytes
 
-BLOCK = 1 << 20
+BLOCK = 1 << 22
 """Bytes that go to the disk at once."""
 BLOCKS = 3
 """One is written, one waits to be, and one is filled."""
@@ -42,9 +42,11 @@ class Disk:
     Args:
         before: called with an operation's name and path before it; a test raises in it to stop a
             save at any point, as a kill would.
+        block: bytes that are written at once, of whole pages.
     """
 
     before: Callable[[str, Path], None] = _go_on
+    block: int = BLOCK
 
     def make_folder(self, path: Path) -> None:
         """Create a folder that does not exist, and those above it."""
@@ -67,15 +69,16 @@ class Disk:
     ) -> None:
         """Full blocks in the thread, directly; what is left after them as any file's bytes."""
         going: deque[Future[None]] = deque()
-        blocks, used = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(BLOCKS)], 0  # at a page
+        blocks = [memoryview(mmap.mmap(-1, self.block)) for _ in range(BLOCKS)]  # at a page
+        used = 0
         _direct(handle, True)
         for part in parts:
             rest = as_bytes(part)
             while rest:
-                count = min(len(rest), BLOCK - used)
+                count = min(len(rest), self.block - used)
                 blocks[0][used : used + count] = rest[:count]
                 rest, used = rest[count:], used + count
-                if used == BLOCK:
+                if used == self.block:
                     self.before("write", path)
                     going.append(beside.submit(_write_all, handle, blocks[0]))
                     blocks, used = [*blocks[1:], blocks[0]], 0
