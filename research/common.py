@@ -11,10 +11,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from mfun import config as cfg
 from mfun import func, tree
+from mfun.comm import Groups, simulate
 from mfun.config import Config, load, resolve
+from mfun.grads import reductions
 from mfun.mesh import Mesh
-from mfun.spec import init_params
+from mfun.spec import P, init_params
 
 Tree = Any
 Batch = dict[str, Tensor]
@@ -64,9 +67,35 @@ def mean_loss(config: Config) -> Loss:
     return lambda params, batch: total(params, batch) / batch["mask"].sum()
 
 
+def sample_gradients(config: Config, params: Tree, batch: Batch) -> Tree:
+    """Every sample's gradient of its mean token loss, each computed by the data rank that has it.
+
+    Samples are a dim that is cut over dp; over tp a gradient is made whole within the mesh.
+    """
+    mesh, specs = cfg.mesh(config), func.specs_of(config)
+    table = reductions([specs], mesh)
+
+    def inside(groups: Groups, params: Tree, batch: Batch) -> Tree:
+        def loss(p: Tree, row: Batch) -> Tensor:
+            return func.rank_loss(config, groups, row)(p) / config.model.seq_len
+
+        own = func.rank_space(groups, table, over_data=False)
+        return func.per_sample_gradients(loss, params, batch, own)
+
+    out = tree.map(lambda spec: P("dp", *spec.p.entries), specs)
+    return simulate(inside, mesh, (specs, P("dp")), out, check=False)(params, batch)
+
+
 def flat(params: Tree) -> Tensor:
     """All leaves in one vector."""
     return torch.cat([x.flatten() for x in tree.flatten(params).values()])
+
+
+def unflat(vector: Tensor, like: Tree) -> Tree:
+    """The inverse of `flat`."""
+    leaves = tree.flatten(like)
+    pieces = vector.split([x.numel() for x in leaves.values()])
+    return tree.unflatten({k: v.view(leaves[k].shape) for k, v in zip(leaves, pieces, strict=True)})
 
 
 def rows(stacked: Tree) -> Tensor:
@@ -80,6 +109,7 @@ def panels(count: int = 1, width: float = 4.4, height: float = 3.2) -> tuple[Fig
     axes = [figure.add_subplot(1, count, i + 1) for i in range(count)]
     for axis in axes:
         axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
 

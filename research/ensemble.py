@@ -71,7 +71,8 @@ def plot(losses: Tensor) -> common.Figure:
     figure, (axis,) = common.panels(1, 5, 3.2)
     mean, spread, at = losses.mean(1), 2 * losses.std(1), range(len(losses))
     axis.plot(losses, color="tab:blue", linewidth=0.6, alpha=0.5)
-    axis.fill_between(at, mean - spread, mean + spread, color="tab:blue", alpha=0.15, linewidth=0)
+    band = {"color": "tab:blue", "alpha": 0.15, "linewidth": 0, "label": "two standard deviations"}
+    axis.fill_between(at, mean - spread, mean + spread, **band)
     axis.plot(at, mean, color="tab:blue", linewidth=1.6, label=f"mean of {losses.shape[1]} seeds")
     axis.set(xlabel="step", ylabel="loss, nats a token")
     axis.legend(fontsize=8, frameon=False)

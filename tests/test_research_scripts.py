@@ -12,10 +12,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from research import frontier, mup, reduction_order
+from mfun import func
+from research import common, frontier, influence, mup, own_optimizer, reduction_order
 
 FOLDER = Path(__file__).parent.parent / "research"
 TINY: dict[str, str] = {
+    "sharpness": "--steps 64 --every 8",
+    "noise_scale": "--samples 32",
+    "influence": "--examples 64",
+    "own_optimizer": "--steps 6",
     "frontier": "--stages 4 --microbatches 8",
     "reduction_order": "--samples 16",
     "ensemble": "--seeds 6 --steps 6",
@@ -101,3 +106,40 @@ def test_scales_of_mup() -> None:
     assert mup.mup("head.weight", 4.0) == (0.25, 0.25)
     assert mup.mup("embed.tokens", 4.0) == mup.mup("blocks.0.norm1.weight", 4.0) == (1, 1)
     assert mup.standard("head.weight", 4.0) == (0.5, 1.0)
+
+
+def test_adopt_by_hand() -> None:
+    """Gradients 2, 4 and 1: the first fills v; 4 / 2 is cut to 1; then 1 / sqrt(4.12)."""
+    opt = own_optimizer.adopt(lr=0.1, b1=0.9, b2=0.99)
+    params = {"w": torch.zeros(1, dtype=torch.float64)}
+    state, seen = opt.init(params), []
+    for g in (2.0, 4.0, 1.0):
+        params, state = opt.update({"w": torch.full((1,), g).double()}, state, params)
+        seen.append(params["w"].item())
+    assert state["v"]["w"].item() == pytest.approx(0.99 * (0.99 * 4 + 0.16) + 0.01, rel=1e-14)
+    second = 0.9 * 0.1 + 0.1 / 4.12**0.5
+    assert seen == pytest.approx([0.0, -0.01, -0.01 - 0.1 * second], rel=1e-12)
+
+
+def test_gradients_of_samples_are_those_of_batches_of_one() -> None:
+    """Each through the mesh on one data rank, against one device given the sample alone."""
+    config = common.tiny({"train.global_batch": 4})
+    alone = common.tiny({"parallel.tp": 1, "parallel.dp": 1, "parallel.sequence_parallel": False})
+    params, batch, mean = common.start(config), common.text(config), common.mean_loss(alone)
+    have = common.rows(common.sample_gradients(config, params, batch))
+    for i in range(4):
+        row = {name: x[i : i + 1] for name, x in batch.items()}
+        want = common.flat(func.gradient(lambda p, row=row: mean(p, row), params))
+        assert (have[i] - want).abs().max() <= 1e-10 * want.abs().max()
+        assert torch.equal(common.flat(common.unflat(have[i], params)), have[i])
+
+
+def test_solver_of_influence_is_the_inverse() -> None:
+    """Of a quadratic by hand: H = diag(1, 3), so (H + decay)^-1 and tr (H + decay)^-1 H."""
+    h = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    value = lambda p, weights: 0.5 * weights[0] * (h * p["weight"] ** 2).sum()  # noqa: E731
+    head = {"weight": torch.ones(2, dtype=torch.float64)}
+    solve, known = influence.solver(value, head, torch.ones(1, dtype=torch.float64))
+    have = solve({"weight": torch.tensor([2.0, 2.0], dtype=torch.float64)})["weight"]
+    assert have.tolist() == pytest.approx([2 / (1 + influence.DECAY), 2 / (3 + influence.DECAY)])
+    assert known == pytest.approx(1 / (1 + influence.DECAY) + 3 / (3 + influence.DECAY))
