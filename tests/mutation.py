@@ -24,8 +24,10 @@ import mfun
 ROOT = Path(mfun.__file__).parent
 EXCLUDED = (
     "docstrings, texts and what stands inside f-strings; types; decorators; assertions "
-    "and zip's strict=; what is raised or warned; branches that ask for CUDA"
+    "and zip's strict=; what is raised or warned; branches that ask for CUDA; comm/memory.py"
 )
+APART = {"comm/memory.py"}
+"""Files that only real processes run (tests/test_host_memory.py), which import mfun themselves."""
 
 _SWAPS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
     ast.Add: (ast.Sub,),
@@ -109,7 +111,7 @@ def mutants_of(source: str, short: str) -> list[Mutant]:
     return found
 
 
-def sample(file: Path, every: int = 20, least: int = 6, most: int = 20) -> list[Mutant]:
+def sample(file: Path, every: int = 40, least: int = 4, most: int = 10) -> list[Mutant]:
     """One mutant for so many lines of the file, by the hash of their names.
 
     A mutant's place in the order depends on its own text only, so that an edit elsewhere in the
@@ -166,7 +168,9 @@ def _shown(path: tuple[ast.AST, ...]) -> ast.AST:
     """The smallest expression around a node that tells a reader where it is, or the node."""
     node = path[-1]
     for above in reversed(path[:-1]):
-        small = not isinstance(node, ast.expr | ast.stmt) or len(ast.unparse(node)) < 12
+        small = not isinstance(node, ast.expr | ast.stmt | ast.keyword) or (
+            not isinstance(node, ast.keyword) and len(ast.unparse(node)) < 12
+        )
         if not small or not isinstance(above, ast.expr | ast.keyword | ast.Return | ast.AugAssign):
             break
         node = above

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import os
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -32,19 +34,30 @@ from hypothesis import Phase, settings
 
 from tests.faults import FAULTS
 from tests.forks import Job, forked
-from tests.mutation import EXCLUDED, ROOT, Mutant, functions_by_file, plant, reload_with, sample
+from tests.mutation import (
+    APART,
+    EXCLUDED,
+    ROOT,
+    Mutant,
+    functions_by_file,
+    plant,
+    reload_with,
+    sample,
+)
 from tests.properties import Property
 from tests.test_layers import LAYER, names_of
 
-BUDGET, TEST_LIMIT = 10.0, 6.0  # seconds of the tests of a mutant, and of one test
+BUDGET, TEST_LIMIT = 5.0, 6.0  # seconds of the tests of a mutant, and of one test
+CASES = 8  # of a test with parameters
+FILES = 4  # of tests that are collected again for a change of what runs on import
 HIGHEST = 4
 # Test files of the layers above, or of real processes, which a change in this one does not reach.
 OTHERS = (
     "checkpoint cli convert data executor faults inspect launch layers metrics mutants pool "
-    "plan_memory process_world proofs public research torch_facts train verify"
+    "plan_memory process_world proofs public purity research torch_facts train verify"
 ).split()
 OPTIONS = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
-OPTIONS += ["-o", "timeout=0", "-W", "ignore:Module already imported"]
+OPTIONS += ["--assert=plain", "-o", "timeout=0", "-W", "ignore:Module already imported"]
 PROPERTIES = {fault.property.name: fault.property for fault in FAULTS}
 
 
@@ -76,13 +89,16 @@ class Runner:
       chosen: mutants.
       workers: processes at once.
       folder: for the tests' files.
-      known: what tests reach, measured before: test -> (seconds, lines by file).
+      reach: a file with what tests reach, test -> (seconds, lines by file); made if it is not
+        there, and completed.
     """
 
     def __init__(
-        self, chosen: Sequence[Mutant], workers: int, folder: Path, known: dict[str, Any]
+        self, chosen: Sequence[Mutant], workers: int, folder: Path, reach: Path | None = None
     ) -> None:
-        self.chosen, self.workers, self.folder, self.known = chosen, workers, folder, known
+        self.chosen, self.workers, self.folder, self.reach = chosen, workers, folder, reach
+        kept = reach is not None and reach.exists()
+        self.known: dict[str, Any] = json.loads(reach.read_text()) if reach and kept else {}
         self.verdicts: list[Verdict] = []
         self.failed = ""
         self.functions: dict[str, list[FunctionType]] = {}
@@ -106,11 +122,13 @@ class Runner:
         self.functions = functions_by_file()
         gc.freeze()  # so that forks share what there is
         started = time.monotonic()
-        items = [item for item in session.items if _quick(item)]
+        items = _some(item for item in session.items if _quick(item))
         self.measured([item for item in items if item.nodeid not in self.known])
         _say(f"{time.monotonic() - started:5.0f} s  {len(items)} tests measured")
+        if self.reach:
+            self.reach.write_text(json.dumps(self.known))
         tests = [_reach(item, *self.known[item.nodeid]) for item in items]
-        chosen = [(one, *tests_of(one, tests)) for one in self.chosen]
+        chosen = [(one, *reaching(one, tests)) for one in self.chosen]
         jobs = [
             Job(lambda job=job: self.tried(*job), 5 + 2 * sum(test.seconds for test in job[1]))
             for job in chosen
@@ -143,11 +161,10 @@ class Runner:
         reached.start()
         failed = self.run([item])
         reached.stop()
-        data = reached.get_data()
-        lines = {
-            Path(name).relative_to(ROOT).as_posix(): data.lines(name) or []
-            for name in data.measured_files()
-        }
+        with warnings.catch_warnings(action="ignore"):  # that it reached nothing
+            data = reached.get_data()
+        names = {name: Path(name).relative_to(ROOT).as_posix() for name in data.measured_files()}
+        lines = {short: data.lines(name) or [] for name, short in names.items()}
         return failed, time.process_time() - started, lines
 
     def tried(self, mutant: Mutant, tests: Sequence[Reach], reload: bool) -> str:
@@ -156,7 +173,7 @@ class Runner:
         if not reload and plant(mutant, functions):
             return self.run([test.item for test in tests])
         reload_with(mutant)
-        again = Runner((), 1, self.folder, {})
+        again = Runner((), 1, self.folder)
         names = list(dict.fromkeys(test.item.nodeid for test in tests))
         base = f"--basetemp={self.folder}/{os.getpid()}"
         plugins = [_Watch(again)]
@@ -184,21 +201,28 @@ def _reach(item: pytest.Item, seconds: float, lines: dict[str, list[int]]) -> Re
     return Reach(item, seconds, {file: set(numbers) for file, numbers in lines.items()})
 
 
-def tests_of(mutant: Mutant, tests: Sequence[Reach]) -> tuple[list[Reach], bool]:
+def reaching(mutant: Mutant, tests: Sequence[Reach]) -> tuple[list[Reach], bool]:
     """The tests that reach a mutant, best first, and whether to import everything again.
 
     What runs on import only is reached by the tests that use its file.
     """
-    own = Path(mutant.file).stem
-    reach = [test for test in tests if mutant.file in test.lines]
     here = range(mutant.lines[0], mutant.lines[1] + 1)
+    reach = [test for test in tests if mutant.file in test.lines]
     exact = [test for test in reach if not test.lines[mutant.file].isdisjoint(here)]
     reload = not mutant.inside or not exact
-    best = sorted(
-        reach if reload else exact, key=lambda t: (own not in t.item.path.stem, t.seconds)
-    )
+    best = sorted(reach if reload else exact, key=lambda test: (_distance(mutant, test), test[1]))
+    if reload:  # every file of tests is collected again
+        near = list(dict.fromkeys(test.item.path for test in best))[:FILES]
+        best = [test for test in best if test.item.path in near]
     so_far = accumulate(test.seconds for test in best)
     return [t for t, spent in zip(best, so_far, strict=True) if spent < BUDGET], reload
+
+
+def _distance(mutant: Mutant, test: Reach) -> int:
+    """A test of the module itself, of its package, or of another."""
+    *package, own = Path(mutant.file).with_suffix("").parts
+    named = test.item.path.stem
+    return 0 if own in named else 1 if any(part in named for part in package) else 2
 
 
 def _quick(item: pytest.Item) -> bool:
@@ -207,16 +231,33 @@ def _quick(item: pytest.Item) -> bool:
     return not ranks and item.get_closest_marker("full") is None
 
 
+def _some(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Of each test with parameters a few cases, of the properties all."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return [
+        item
+        for name, each in cases.items()
+        for item in (each if name.endswith("test_property") else sorted(each, key=_hash)[:CASES])
+    ]
+
+
+def _hash(item: pytest.Item) -> bytes:
+    return hashlib.blake2b(item.nodeid.encode()).digest()
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
 def files_of_layers() -> list[Path]:
-    """Every file of layers 0 to 4."""
-    return [file for file in sorted(ROOT.rglob("*.py")) if LAYER[names_of(file)[1]] <= HIGHEST]
+    """Every file of layers 0 to 4, but for those apart."""
+    files = [file for file in sorted(ROOT.rglob("*.py")) if LAYER[names_of(file)[1]] <= HIGHEST]
+    return [file for file in files if file.relative_to(ROOT).as_posix() not in APART]
 
 
-def test_files(files: Sequence[Path]) -> list[str]:
+def collected(files: Sequence[Path]) -> list[str]:
     """What to collect: tests that are not of other layers, the files' doctests, the properties."""
     here = Path(__file__)
     tests = [
@@ -259,23 +300,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run mutants of the files named, or of layers 0 to 4."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.mutation_run")
     parser.add_argument("files", nargs="*", help="such as mesh.py or nn/mlp.py")
-    parser.add_argument("--every", type=int, default=20, help="lines of a file for one mutant")
+    parser.add_argument("--every", type=int, default=40, help="lines of a file for one mutant")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--survivors", type=Path, help="a file to write their names to, as JSON")
     parser.add_argument("--reach", type=Path, help="keeps what tests reach, for another run")
     options = parser.parse_args(arguments)
     files = [ROOT / name for name in options.files] or files_of_layers()
     sizes = {"every": options.every} | ({"least": 1, "most": 10_000} if options.files else {})
-    chosen = [mutant for file in files for mutant in sample(file, **sizes)]
-    kept = options.reach and options.reach.exists()
-    known = json.loads(options.reach.read_text()) if kept else {}
+    in_turn = zip_longest(*(sample(file, **sizes) for file in files))
+    chosen = [mutant for each in in_turn for mutant in each if mutant]
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(chosen, options.workers, Path(folder), known)
+        runner = Runner(chosen, options.workers, Path(folder), options.reach)
         base = f"--basetemp={folder}/tests"
-        pytest.main([*OPTIONS, base, *test_files(files)], plugins=[runner])
+        pytest.main([*OPTIONS, base, *collected(files)], plugins=[runner])
     _say(report(runner.verdicts))
-    if options.reach:
-        options.reach.write_text(json.dumps(runner.known))
     if options.survivors:
         left = [m.name for m, how in runner.verdicts if _lives(how)]
         options.survivors.write_text(json.dumps(left))

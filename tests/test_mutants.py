@@ -85,7 +85,7 @@ def test_a_mutant_is_planted_in_process_and_undone() -> None:
 
 def test_the_sample_is_fixed_and_survives_an_edit_elsewhere() -> None:
     """Each file with something to change has some; a mutant's name holds no line."""
-    assert all(len(sample(file)) >= min(6, len(mutants(file))) for file in files_of_layers()[::12])
+    assert all(len(sample(file)) >= min(4, len(mutants(file))) for file in files_of_layers()[::12])
     before = {one.name for one in mutants_of(SOURCE, "a.py")}
     assert {one.name for one in mutants_of("import x\n\n" + SOURCE, "a.py")} == before
 
