@@ -157,7 +157,10 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         >>> map(lambda a, b: a * b, {"w": 2, "b": (3, 4)}, {"w": 5, "b": (6, 7)})
         {'w': 10, 'b': (18, 28)}
     """
-    return map_with_path(lambda _path, *leaves: fn(*leaves), tree, *rest)
+    if rest:
+        return map_with_path(lambda _path, *leaves: fn(*leaves), tree, *rest)
+    found = children(tree)
+    return fn(tree) if found is None else _rebuild(tree, [map(fn, x) for x in found.values()])
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -237,7 +240,20 @@ def select(tree: Tree, like: Tree) -> Tree:
         >>> select({"a": {"w": 1, "b": 2}, "c": 3}, {"a": {"w": None}})
         {'a': {'w': 1}}
     """
-    return unflatten({path: get(tree, path) for path in flatten(like)})
+    try:
+        return _selected(tree, like)
+    except KeyError:
+        for path in flatten(like):
+            get(tree, path)  # the error of the first that is missing
+        raise
+
+
+def _selected(node: Tree, like: Tree) -> Tree:
+    want = children(like)
+    if want is None:
+        return node
+    have = children(node) or {}
+    return {key: _selected(have[key], below) for key, below in want.items()}
 
 
 _SHORT = {"float": "f", "int": "i", "uint": "u", "bfloat": "bf", "complex": "c", "bool": "bool"}
