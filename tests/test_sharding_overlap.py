@@ -99,7 +99,10 @@ def test_the_measurement_exits_by_its_expectation(
     link: str, off: float, on: float, queued: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two seconds in all: what is exposed with and without, on gloo and on either queue."""
-    seconds = {name: {"summed": 2.0, "off": 2.0, "on": 0.0} for name in ("gloo", "queue", "slow")}
+    seconds = {
+        name: {"summed": 2.0, "off": 2.0, "on": 0.0, "whole": 0.1}
+        for name in ("gloo", "queue", "slow")
+    }
     seconds["gloo"] |= {"off": 2 * off, "on": 2 * on}
     seconds[link] |= {"off": 2 * queued}
     given: Any = {"seconds": seconds, "buckets": 9}
@@ -114,9 +117,9 @@ def test_the_measurement_exits_by_its_expectation(
 @pytest.mark.full
 @pytest.mark.parametrize("sharding", ["no_shard", "optim"])
 def test_the_measurement_runs(sharding: str) -> None:
-    """On two ranks at toy size; the slow queue takes its time for every bucket."""
-    found = overlap.launch(sharding, steps=1, delay=0.02, tiny=True)
+    """On two ranks at toy size; the slow queue takes its time for the buckets together."""
+    found = overlap.launch(sharding, steps=1, delay=0.2, tiny=True)
     assert found["buckets"] > 1
     late = found["seconds"]["slow"]
-    assert min(late["summed"], late["off"]) >= 0.02 * found["buckets"]
+    assert min(late["summed"], late["off"]) >= 0.2
     assert late["on"] < late["summed"]
