@@ -196,11 +196,14 @@ def read_trace(text: str) -> dict[str, list[dict[str, Any]]]:
     Every record has a phase and a process; X has a time and a duration; each B an E on its thread;
     slices of a thread nest or are apart; each flow has one start and one end, inside a slice of
     their threads, and does not go back in time; threads are named once; counters are numbers.
+    Perfetto took 0 for the idle task and merged thread 0 into 1 (its pull request 2278), and a
+    process's number for its main thread.
     """
     records = json.loads(text)["traceEvents"]
     by_phase: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
         assert set("ph pid name".split()) <= record.keys(), record
+        assert record["pid"] > 0 and record.get("tid", 1000) not in (0, record["pid"]), record
         by_phase[record["ph"]].append(record)
     assert by_phase.keys() <= set("MXBECsf")
     named = [r["tid"] for r in by_phase["M"] if r["name"] == "thread_name"]
@@ -238,16 +241,18 @@ def read_trace(text: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_the_reader_refuses_what_is_wrong() -> None:
-    """A flow without an end, slices that cross, a begin without an end."""
+    """A flow without an end, slices that cross, a begin without an end, a process numbered 0."""
     good = json.loads(to_trace(*everything("1f1b")[:1], "x"))
-    for wrong in ("flow", "cross", "begin"):
+    for wrong in ("flow", "cross", "begin", "zero"):
         records = json.loads(json.dumps(good["traceEvents"]))
         if wrong == "flow":
             records.remove(next(r for r in records if r["ph"] == "f"))
         elif wrong == "cross":
             next(r for r in records if r["ph"] == "X")["dur"] += 600
+        elif wrong == "zero":
+            next(r for r in records if r["ph"] == "C")["pid"] = 0
         else:
-            records.append({"ph": "B", "pid": 0, "tid": 0, "ts": 0, "name": "x"})
+            records.append({**records[-1], "ph": "B", "tid": 1000})
         with pytest.raises(AssertionError):
             read_trace(json.dumps({"traceEvents": records}))
 

@@ -162,10 +162,12 @@ def test_trace_has_ops_arrows_and_counters():
     by = defaultdict(list)
     for record in trace:
         by[record["ph"]].append(record)
-    ops = {(r["tid"], r["name"]): r for r in by["X"]}
+    threads = {r["tid"]: r["args"]["name"] for r in by["M"] if r["name"] == "thread_name"}
+    assert sorted(threads.values()) == ["stage 0", "stage 1"]
+    ops = {(threads[r["tid"]], r["name"]): r for r in by["X"]}
     assert len(ops) == 10
     assert all(r["dur"] > 0 for r in by["X"])
-    assert ops[1, "F0.1"]["args"] == {"microbatch": 0, "chunk": 1, "slice": 2}
+    assert ops["stage 1", "F0.1"]["args"] == {"microbatch": 0, "chunk": 1, "slice": 2}
     starts, ends = ({r["id"]: r for r in by[phase]} for phase in "sf")
     assert starts.keys() == ends.keys()
     arrows = {}
@@ -173,23 +175,19 @@ def test_trace_has_ops_arrows_and_counters():
         end = ends[number]
         maker = at(by["X"], begin, inside=True)
         user = at(by["X"], end, inside=False)
-        arrows[begin["name"]] = (begin["tid"], maker, end["tid"], user)
+        arrows[begin["name"]] = (threads[begin["tid"]], maker, threads[end["tid"]], user)
         assert begin["ts"] < end["ts"]
         assert end["bp"] == "e"
     assert arrows == {
-        "act0>1": (0, "F0", 1, "F0"),
-        "act0>3": (1, "F0.1", 0, "F0.1"),
-        "grad0>2": (0, "I0.1", 1, "B0.1"),
-        "grad0>0": (1, "I0", 0, "B0"),
+        "act0>1": ("stage 0", "F0", "stage 1", "F0"),
+        "act0>3": ("stage 1", "F0.1", "stage 0", "F0.1"),
+        "grad0>2": ("stage 0", "I0.1", "stage 1", "B0.1"),
+        "grad0>0": ("stage 1", "I0", "stage 0", "B0"),
     }
     for stage in range(2):
         counts = [r for r in by["C"] if r["name"] == f"in flight, stage {stage}"]
         assert [r["args"]["chunks"] for r in counts] == [1, 2, 1, 0]
         assert [r["ts"] for r in counts] == sorted(r["ts"] for r in counts)
-    assert {r["args"]["name"] for r in by["M"] if r["name"] == "thread_name"} == {
-        "stage 0",
-        "stage 1",
-    }
 
 
 def at(slices, flow, inside):

@@ -18,6 +18,9 @@ from mfun.schedule.timing import Event, Flight, Timing, Trip
 
 UNIT = 1000
 """Microseconds of the trace in a unit of time, so that a unit is shown as 1 ms."""
+PROCESS, FIRST = 1, 1000
+"""Numbers of the process and of stage 0's thread: to Perfetto 0 is the idle task, whatever its name
+is, and a thread of its process's number the main thread. It shows them: `stage 3 1003`."""
 
 Record = dict[str, Any]
 Part = tuple[int, bool, int, int]  # stage, forward or not, microbatch, chunk
@@ -58,15 +61,15 @@ def _threads(timing: Timing) -> dict[tuple[int, str], int]:
     """A thread for each stage, "", and after them for each of its links."""
     stages = len(timing.busy)
     links = sorted({(trip.stage, trip.link) for trip in timing.beside})
-    threads = {(stage, ""): stage for stage in range(stages)}
-    return threads | {key: stages + i for i, key in enumerate(links)}
+    keys = [*((stage, "") for stage in range(stages)), *links]
+    return {key: FIRST + i for i, key in enumerate(keys)}
 
 
 def _names(threads: dict[tuple[int, str], int], title: str) -> Iterator[Record]:
     """Process and threads, each stage's together."""
-    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}
+    yield {"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": title}}
     for index, ((stage, link), thread) in enumerate(sorted(threads.items())):
-        place = {"ph": "M", "pid": 0, "tid": thread}
+        place = {"ph": "M", "pid": PROCESS, "tid": thread}
         name = f"stage {stage}" + (f" {link}" if link else "")
         yield {**place, "name": "thread_name", "args": {"name": name}}
         yield {**place, "name": "thread_sort_index", "args": {"sort_index": index}}
@@ -78,8 +81,8 @@ def _slice(event: Event, place: Placement) -> Record:
     virtual = place.virtual(event.stage, op.chunk)
     return {
         "ph": "X",
-        "pid": 0,
-        "tid": event.stage,
+        "pid": PROCESS,
+        "tid": FIRST + event.stage,
         "name": str(op),
         "cat": type(op).__name__,
         "ts": event.start * UNIT,
@@ -92,7 +95,7 @@ def _trip(trip: Trip, threads: dict[tuple[int, str], int]) -> Record:
     """One collective or copy."""
     return {
         "ph": "X",
-        "pid": 0,
+        "pid": PROCESS,
         "tid": threads[trip.stage, trip.link],
         "name": str(trip.op),
         "cat": type(trip.op).__name__,
@@ -114,10 +117,16 @@ def _arrows(timing: Timing, place: Placement) -> Iterator[Record]:
     for number, flight in enumerate(timing.flights):
         made, used = _ends(flight, place)
         maker, user = last[made], first[used]
-        common = {"pid": 0, "cat": "message", "name": tag_text(flight.tag), "id": number}
+        common = {"pid": PROCESS, "cat": "message", "name": tag_text(flight.tag), "id": number}
         before_end = maker.end - min((maker.end - maker.start) / 2, 1 / UNIT)
-        yield {**common, "ph": "s", "tid": flight.source, "ts": before_end * UNIT}
-        yield {**common, "ph": "f", "bp": "e", "tid": flight.target, "ts": user.start * UNIT}
+        yield {**common, "ph": "s", "tid": FIRST + flight.source, "ts": before_end * UNIT}
+        yield {
+            **common,
+            "ph": "f",
+            "bp": "e",
+            "tid": FIRST + flight.target,
+            "ts": user.start * UNIT,
+        }
 
 
 def _ends(flight: Flight, place: Placement) -> tuple[Part, Part]:
@@ -147,7 +156,7 @@ def _counters(timing: Timing) -> Iterator[Record]:
         name = f"in flight, stage {stage}"
         yield {
             "ph": "C",
-            "pid": 0,
+            "pid": PROCESS,
             "name": name,
             "ts": time * UNIT,
             "args": {"chunks": live[stage]},
