@@ -113,7 +113,8 @@ def test_latest_of_no_run_is_none(tmp_path):
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / "notes.txt").write_text("x")
     assert checkpoint.latest(tmp_path) is None
-    assert save(tmp_path, 7) == checkpoint.latest(tmp_path)
+    assert [*checkpoint.damaged(tmp_path)] == [7]
+    assert save(tmp_path, 7) == checkpoint.latest(tmp_path) and not checkpoint.damaged(tmp_path)
 
 
 # ---------------------------------------------------------------------------- many ranks

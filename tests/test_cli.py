@@ -254,6 +254,9 @@ def test_resume_and_refusals(tmp_path):
     done = mfun("train", "--run-dir", "run", "--resume", "train.steps=5")
     assert done.exit_code == 0 and "resumed after step 4" in done.output
     assert re.search(r"^5 steps, 1 of them now, \d:\d\d of training", done.output, re.MULTILINE)
+    os.truncate("run/checkpoints/step-00000005/rank-00000.safetensors", 999)
+    done = mfun("train", "--run-dir", "run", "--resume", "train.steps=5")
+    assert done.exit_code == 0 and "after step 4, since step-00000005 is damaged" in done.output
     done = mfun("train", "--run-dir", "run", "--resume", "model.layers=3")
     assert done.exit_code == 1 and "model.layers is 2 there and 3 now" in done.output
     (tmp_path / "text.txt").write_text("other text " * 100)

@@ -2,7 +2,7 @@
 
 from mfun.checkpoint.background import Background
 from mfun.checkpoint.disk import Disk
-from mfun.checkpoint.folder import clean, is_whole, latest, saved, step_folder
+from mfun.checkpoint.folder import clean, damaged, is_whole, latest, saved, step_folder
 from mfun.checkpoint.format import CheckpointError, Stored, read_header
 from mfun.checkpoint.index import Entry, File, Index, read_index
 from mfun.checkpoint.pieces import Piece
@@ -30,6 +30,7 @@ __all__ = [
     "Stored",
     "check_files",
     "clean",
+    "damaged",
     "fill",
     "is_whole",
     "latest",

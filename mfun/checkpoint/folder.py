@@ -77,6 +77,12 @@ def _whole(run_dir: Path) -> Iterator[tuple[int, Path]]:
             yield step, found
 
 
+def damaged(run_dir: Path) -> dict[int, Path]:
+    """Checkpoints of a run that have their name and are not whole, by step, ascending."""
+    named = {p: _NAME.fullmatch(p.name) for p in sorted(Path(run_dir).glob("checkpoints/step-*"))}
+    return {int(match[1]): p for p, match in named.items() if match and not is_whole(p)}
+
+
 def clean(run_dir: Path, disk: Disk) -> None:
     """Remove what broken-off saves left; put back a checkpoint that was about to be replaced."""
     root = Path(run_dir) / "checkpoints"

@@ -129,11 +129,19 @@ def notes(record: Record) -> Iterator[str]:
         yield f"step {record.step}  saved {record.saved.name}"
 
 
+def _resumed(job: Job, state: State) -> str:
+    """Where a run goes on, and which newer checkpoints it could not."""
+    said = f"resumed after step {state.step}"
+    damaged = checkpoint.damaged(job.folder) if job.folder else {}
+    newer = [path.name for step, path in damaged.items() if step > state.step]
+    return f"{said}, since {' and '.join(newer)} is damaged" if newer else said
+
+
 def _heading(job: Job, state: State) -> str:
     """What runs, where."""
     config = job.config
     parameters = sum(spec.numel for spec in job.plan.specs.values())
-    begins = f"resumed after step {state.step}" if state.step else f"{config.train.steps} steps"
+    begins = _resumed(job, state) if state.step else f"{config.train.steps} steps"
     return (
         f"GPT of {count(parameters)} parameters, {ranks_text(config)} on {job.peers.device.type}, "
         f"{begins}, in {_short(job.folder)}"
