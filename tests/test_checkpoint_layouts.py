@@ -250,6 +250,7 @@ def test_pairs_of_layouts(a: str, b: str, model: str, tmp_path_factory: Any) -> 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @settings(max_examples=150)
 @given(a=layouts(), b=layouts(), model=st.sampled_from(MODELS))
 def test_pairs_of_layouts_of_eight_ranks(a: str, b: str, model: str, tmp_path_factory: Any) -> None:

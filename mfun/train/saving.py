@@ -103,13 +103,7 @@ def save(trainer: Trainer, state: State, folder: Path, peers: Peers) -> Path:
     return checkpoint.save(order(trainer, state, folder, peers), peers.any)
 
 
-def load(
-    trainer: Trainer,
-    folder: Path,
-    peers: Peers,
-    rules: Rules = STRICT,
-    room: State | None = None,
-) -> State:
+def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) -> State:
     """The state of a checkpoint folder, whatever layout saved it; every rank calls this.
 
     Args:
@@ -117,8 +111,6 @@ def load(
         folder: of the checkpoint.
         peers: the ranks.
         rules: what may differ; tensors that may be missing and are have their initial values.
-        room: a state of this trainer whose memory is filled, instead of new memory; what is
-            missing keeps its values.
 
     Raises:
         CheckpointError: naming each tensor that this run's model does not have as the checkpoint
@@ -128,7 +120,7 @@ def load(
     opened = checkpoint.open_checkpoint(folder, _expected(plan), rules)
     if rules == STRICT:
         _check_position(plan, opened)
-    state = room or (trainer.init() if rules.missing else trainer.blank())
+    state = trainer.init() if rules.missing else trainer.blank()
     mine = held(trainer, state)
     read(opened, mine, peers)
     opt = _restored(plan, state.opt, mine, opened.index.scalars, rules)
