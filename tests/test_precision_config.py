@@ -52,6 +52,8 @@ def test_formats(text: str, formats: str, scaling: str) -> None:
         ("policy=bf16 params=fp16", "precision.params is fp16|precision.compute is bf16|same one"),
         ("policy=fp32 grads=bf16", "precision.grads is bf16|precision.compute is fp32|more bits"),
         ("policy=bf16 grads=fp16", "precision.grads is fp16|precision.compute is bf16"),
+        ("policy=fp16 params=bf16", "precision.params is bf16|precision.compute is fp16|same one"),
+        ("policy=fp16 grads=bf16", "precision.grads is bf16|precision.compute is fp16|same one"),
         ("policy=fp32 masters=fp32", "precision.masters is fp32|precision.params is fp32|none"),
         ("policy=fp64 masters=fp32", "precision.masters is fp32|precision.params is fp64"),
         ("stochastic_rounding=true", "stochastic_rounding|params is fp32|policy=bf16"),

@@ -1,0 +1,109 @@
+"""Details that generic mutants (tests/mutation_run.py) changed and no quick test had seen."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from mfun import rng
+from mfun.comm import overlap
+from mfun.comm.exchange import sum_exchanged
+from mfun.grads import normalise
+from mfun.mesh import Mesh
+from mfun.nn import linear
+from mfun.optim import sgd
+from mfun.optim.masters import without_masters
+from mfun.optim.transform import apply_updates
+from mfun.schedule import Costs, Sizes
+from mfun.schedule.greedy import soonest
+from mfun.schedule.streams import Placement
+from tests.threads import on_threads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_own_piece_is_left_as_it_is_by_a_sum(at: int, wide: bool, dtype: torch.dtype) -> None:
+    """1 + 2 + 4 over 2, whoever adds; what this rank sent is not written to."""
+    pieces = [torch.full((4,), float(2**i), dtype=dtype) for i in range(3)]
+    own, received = pieces[at], torch.stack(pieces)
+    received[at] = float("nan")  # never read
+    axis: Any = mock.Mock(size=3, position=at)
+    total = sum_exchanged(own, received, axis, over=2, wide=wide)
+    assert total.dtype == dtype and total.tolist() == [3.5] * 4
+    assert own.tolist() == [2.0**at] * 4
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gather_that_is_started_concatenates_along_its_dim(dim: int) -> None:
+    """As `torch.cat` of the ranks' pieces."""
+    pieces = [torch.arange(6.0).reshape(1, 2, 3) + 10 * rank for rank in range(2)]
+
+    def main(groups: Any) -> Tensor:
+        with torch.no_grad():
+            return overlap.start_gather(pieces[groups.tp.position], groups.tp, dim).wait()
+
+    for got in on_threads(Mesh(tp=2), main):
+        assert torch.equal(got, torch.cat(pieces, dim))
+
+
+def test_row_linear_in_halves_is_the_whole_product() -> None:
+    """Half of the tokens travels under the other half's product; an odd number of tokens."""
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 5, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+
+    def main(groups: Any) -> Tensor:
+        cut = slice(3 * groups.tp.position, 3 * groups.tp.position + 3)
+        with torch.no_grad():
+            return linear.row_linear(x[..., cut], w[:, cut], None, groups.tp)
+
+    with mock.patch.object(linear, "HALVES", 1):
+        for got in on_threads(Mesh(tp=2), main):
+            assert got.shape == (1, 5, 3)
+            assert torch.allclose(got, x @ w.T, rtol=0, atol=1e-12)
+
+
+def test_normalisation_is_told_as_configured() -> None:
+    """Each rule's sentence names its own divisor."""
+    assert "valid tokens of the global batch" in normalise.explain("tokens")
+    assert "microbatches * data ranks" in normalise.explain("microbatch")
+
+
+def test_updates_with_rounding_by_chance_are_counted() -> None:
+    """From 0 up: the count is part of the key, so that a resumed run draws on."""
+    opt = without_masters(sgd(1.0, momentum=0.0), key=rng.key(0, "rounding"))
+    params = {"w": torch.ones(4, dtype=torch.bfloat16)}
+    state: Any = opt.init(params)
+    seen = []
+    for _ in range(3):
+        params, state = opt.update({"w": torch.zeros(4)}, state, params)
+        seen.append(state["rounded"])
+    assert seen == [1, 2, 3]
+
+
+def test_parameters_are_donated_only_where_it_is_said() -> None:
+    """By default the old ones stay as they are."""
+    params = {"w": torch.ones(2)}
+    new = apply_updates(params, {"w": torch.ones(2)})
+    assert params["w"].tolist() == [1.0, 1.0] and new["w"].tolist() == [2.0, 2.0]
+    assert apply_updates(params, {"w": torch.ones(2)}, donate=True)["w"] is params["w"]
+
+
+def test_truncated_normal_has_spread_1_by_default() -> None:
+    """Before the cut at twice that: the standard deviation 0.88."""
+    x = rng.truncated_normal(rng.key(0), rng.Grid.whole((10_000,)), torch.float64)
+    assert x.abs().max() < 2 and x.std().item() == pytest.approx(0.8796, abs=0.02)
+
+
+def test_no_schedule_ends_sooner_by_hand() -> None:
+    """The way of the first microbatch to the last stage, then all of that stage's work."""
+    costs = Costs(F=1, I=1, W=1, transfer=0.25, latency=0.5)
+    assert soonest(Sizes(2, 4, costs=costs), Placement(stages=2)) == 1 + 0.75 + 4 * 3
+    # A wave: virtual stages 1 and 2 are both on stage 1, with no link between them.
+    wave = Placement(stages=2, chunks=2, wave=True)
+    assert soonest(Sizes(2, 4, 2, costs=costs), wave) == 1 + 0.75 + 4 * 6
+    assert soonest(Sizes(1, 4, 2, costs=costs), Placement(stages=1, chunks=2)) == 4 * 6
