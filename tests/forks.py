@@ -23,7 +23,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a job ended: "done" with a value, "timeout", or "died"."""
+    """How a job ended: "done" with a value, "timeout", "died", or by an error of its own."""
 
     how: str
     value: Any = None
@@ -77,4 +77,6 @@ def _result(out: Any, status: int, late: bool) -> Result:
         out.seek(0)
         if late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, 9)):
             return Result("timeout")
-        return Result("done", json.load(out)) if status == 0 else Result("died")
+        if os.WIFSIGNALED(status):
+            return Result("died")
+        return Result("done", json.load(out)) if status == 0 else Result("error")

@@ -16,7 +16,9 @@ import argparse
 import gc
 import hashlib
 import json
+import math
 import os
+import re
 import sys
 import tempfile
 import time
@@ -49,6 +51,8 @@ from tests.test_layers import LAYER, names_of
 
 BUDGET, TEST_LIMIT = 5.0, 6.0  # seconds of the tests of a mutant, and of one test
 CASES = 8  # of a test with parameters
+LONGEST = 10.0  # seconds that a mutant may take more than twice what its tests take
+PATIENCE = 15.0  # seconds of further cases for a mutant that survived
 FILES = 4  # of tests that are collected again for a change of what runs on import
 HIGHEST = 4
 # Test files of the layers above, or of real processes, which a change in this one does not reach.
@@ -76,7 +80,7 @@ class Reach(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a mutant: killed, timeout, survived, or unreached by any test."""
+    """What became of a mutant: killed, timeout, survived, unreached by any test, or an error."""
 
     mutant: Mutant
     how: str
@@ -102,6 +106,7 @@ class Runner:
         self.verdicts: list[Verdict] = []
         self.failed = ""
         self.functions: dict[str, list[FunctionType]] = {}
+        self.cases: dict[str, list[pytest.Item]] = {}
 
     def pytest_sessionstart(self) -> None:
         """A failing example is enough: it need not be the smallest."""
@@ -122,20 +127,18 @@ class Runner:
         self.functions = functions_by_file()
         gc.freeze()  # so that forks share what there is
         started = time.monotonic()
-        items = _some(item for item in session.items if _quick(item))
+        self.cases = _cases(item for item in session.items if _quick(item))
+        items = [item for each in self.cases.values() for item in each[:CASES]]
         self.measured([item for item in items if item.nodeid not in self.known])
         _say(f"{time.monotonic() - started:5.0f} s  {len(items)} tests measured")
         if self.reach:
             self.reach.write_text(json.dumps(self.known))
         tests = [_reach(item, *self.known[item.nodeid]) for item in items]
         chosen = [(one, *reaching(one, tests)) for one in self.chosen]
-        jobs = [
-            Job(lambda job=job: self.tried(*job), 5 + 2 * sum(test.seconds for test in job[1]))
-            for job in chosen
-        ]
+        jobs = [Job(lambda job=job: self.tried(*job), _limit(job[1])) for job in chosen]
         for index, result in forked(jobs, self.workers):
             mutant, reached, _ = chosen[index]
-            how = {"timeout": "timeout", "died": "killed"}.get(result.how)
+            how = {"timeout": "timeout", "died": "killed", "error": "error"}.get(result.how)
             how = how or ("killed" if result.value else "survived" if reached else "unreached")
             self.verdicts.append(Verdict(mutant, how))
             spent = f"{time.monotonic() - started:5.0f} s  {len(self.verdicts):>4}/{len(jobs)}"
@@ -171,18 +174,27 @@ class Runner:
         """The first of the tests that fails with the mutant planted."""
         functions = self.functions.get(mutant.file, [])
         if not reload and plant(mutant, functions):
-            return self.run([test.item for test in tests])
+            first = [test.item for test in tests]
+            return self.run(first) or self.run(self.others(first), time.process_time() + PATIENCE)
         reload_with(mutant)
         again = Runner((), 1, self.folder)
         names = list(dict.fromkeys(test.item.nodeid for test in tests))
         base = f"--basetemp={self.folder}/{os.getpid()}"
         plugins = [_Watch(again)]
         code = pytest.main([*OPTIONS, "-x", base, *names], plugins=plugins) if names else 0
-        return again.failed or (f"pytest ended with {int(code)}" if code else "")
+        gone = code == pytest.ExitCode.USAGE_ERROR  # the name of a test has what was changed in it
+        return again.failed or (f"pytest ended with {int(code)}" if code and not gone else "")
 
-    def run(self, items: Sequence[pytest.Item]) -> str:
-        """Run tests up to the first that fails, and name it."""
-        for item, following in zip(items, [*items[1:], None], strict=True):
+    def others(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+        """The cases of these tests that were not measured."""
+        tests = dict.fromkeys(_test(item) for item in items)
+        return [item for test in tests for item in self.cases.get(test, [])[CASES:]]
+
+    def run(self, items: Sequence[pytest.Item], end: float = math.inf) -> str:
+        """Run tests up to the first that fails, and name it; or up to a time of this process."""
+        for item, following in zip(items, [*items[1:], None], strict=False):
+            if time.process_time() > end:
+                break
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.failed:
                 break
@@ -211,6 +223,7 @@ def reaching(mutant: Mutant, tests: Sequence[Reach]) -> tuple[list[Reach], bool]
     exact = [test for test in reach if not test.lines[mutant.file].isdisjoint(here)]
     reload = not mutant.inside or not exact
     best = sorted(reach if reload else exact, key=lambda test: (_distance(mutant, test), test[1]))
+    best = best or [test for test in tests if _distance(mutant, test) < 2]
     if reload:  # every file of tests is collected again
         near = list(dict.fromkeys(test.item.path for test in best))[:FILES]
         best = [test for test in best if test.item.path in near]
@@ -225,22 +238,27 @@ def _distance(mutant: Mutant, test: Reach) -> int:
     return 0 if own in named else 1 if any(part in named for part in package) else 2
 
 
+def _limit(tests: Sequence[Reach]) -> float:
+    return PATIENCE + LONGEST + 2 * sum(test.seconds for test in tests)
+
+
 def _quick(item: pytest.Item) -> bool:
     """In this process, and not of a long grid."""
     ranks = "pool" in getattr(item, "fixturenames", ())
     return not ranks and item.get_closest_marker("full") is None
 
 
-def _some(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Of each test with parameters a few cases, of the properties all."""
+def _cases(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases of each test with parameters, in an order of their own; a property is a test."""
     cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    return [
-        item
-        for name, each in cases.items()
-        for item in (each if name.endswith("test_property") else sorted(each, key=_hash)[:CASES])
-    ]
+    for item in sorted(items, key=_hash):
+        cases.setdefault(_test(item), []).append(item)
+    return cases
+
+
+def _test(item: pytest.Item) -> str:
+    name = item.nodeid.split("[")[0]
+    return item.nodeid if name.endswith("::test_property") else name
 
 
 def _hash(item: pytest.Item) -> bytes:
@@ -274,7 +292,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
     for mutant, how in verdicts:
         counts.setdefault(mutant.file, Counter())[how] += 1
     total = sum(counts.values(), Counter[str]())
-    kinds = ("killed", "timeout", "survived", "unreached")
+    kinds = ("killed", "timeout", "survived", "unreached", "error")
     rows = [
         f"{file:<32}" + "".join(f"{count[kind]:>10}" for kind in kinds)
         for file, count in (*sorted(counts.items()), ("in all", total))
@@ -293,7 +311,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
 
 
 def _lives(how: str) -> bool:
-    return how in ("survived", "unreached")
+    return how in ("survived", "unreached", "error")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -303,12 +321,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=40, help="lines of a file for one mutant")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--survivors", type=Path, help="a file to write their names to, as JSON")
+    parser.add_argument("--only", help="mutants in whose name this pattern is")
     parser.add_argument("--reach", type=Path, help="keeps what tests reach, for another run")
     options = parser.parse_args(arguments)
     files = [ROOT / name for name in options.files] or files_of_layers()
     sizes = {"every": options.every} | ({"least": 1, "most": 10_000} if options.files else {})
     in_turn = zip_longest(*(sample(file, **sizes) for file in files))
     chosen = [mutant for each in in_turn for mutant in each if mutant]
+    chosen = [mutant for mutant in chosen if re.search(options.only or "", mutant.name)]
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(chosen, options.workers, Path(folder), options.reach)
         base = f"--basetemp={folder}/tests"

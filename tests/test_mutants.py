@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,10 +91,10 @@ def test_the_sample_is_fixed_and_survives_an_edit_elsewhere() -> None:
 
 
 def test_forked_jobs_end_whatever_they_do() -> None:
-    """One that says something, one that never ends, one that dies."""
+    """One that says something, one that never ends, one that is wrong itself, one that dies."""
     jobs = [Job(lambda: {"a": 1}, 5), Job(lambda: _for_ever(), 1), Job(lambda: 1 // 0, 5)]
-    jobs.append(Job(lambda: time.sleep(0), 5))
-    expected = [Result("done", {"a": 1}), Result("timeout"), Result("died"), Result("done")]
+    jobs.append(Job(lambda: os.kill(os.getpid(), signal.SIGTERM), 5))
+    expected = [Result("done", {"a": 1}), Result("timeout"), Result("error"), Result("died")]
     assert dict(forked(jobs)) == dict(enumerate(expected))
 
 
