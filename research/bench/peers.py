@@ -254,8 +254,7 @@ class Side:
         if self.process.wait():
             self.failed()
         rows = [json.loads(path.read_text()) for path in Path(self.folder.name).iterdir()]
-        if self.process.stderr:
-            self.process.stderr.close()
+        self.said.close()
         self.server.close()
         self.folder.cleanup()
         return {
