@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mfun import rng
-from mfun.comm import overlap
+from mfun.comm import gather, overlap, single_groups
+from mfun.comm.axis import Scope
 from mfun.comm.exchange import sum_exchanged
 from mfun.grads import normalise
 from mfun.mesh import Mesh
@@ -18,9 +19,12 @@ from mfun.nn import linear
 from mfun.optim import sgd
 from mfun.optim.masters import without_masters
 from mfun.optim.transform import apply_updates
-from mfun.schedule import Costs, Sizes
+from mfun.schedule import SCHEDULES, Costs, Extras, ScheduleError, Sizes, plan, simulate_time
+from mfun.schedule.gather import with_gather
 from mfun.schedule.greedy import soonest
+from mfun.schedule.layers import expand
 from mfun.schedule.streams import Placement
+from mfun.schedule.timeline import timeline
 from tests.threads import on_threads
 
 
@@ -107,3 +111,72 @@ def test_no_schedule_ends_sooner_by_hand() -> None:
     wave = Placement(stages=2, chunks=2, wave=True)
     assert soonest(Sizes(2, 4, 2, costs=costs), wave) == 1 + 0.75 + 4 * 6
     assert soonest(Sizes(1, 4, 2, costs=costs), Placement(stages=1, chunks=2)) == 4 * 6
+
+
+def test_groups_by_name_are_those_of_their_axes() -> None:
+    """A property for each axis of a stage."""
+    groups = single_groups()
+    for name in ("tp", "dp", "cp"):
+        assert getattr(groups, name).name == groups.over(name).name == name
+
+
+@pytest.mark.parametrize("start", range(8))
+def test_a_piece_of_random_numbers_is_the_piece_of_the_whole(start: int) -> None:
+    """Wherever it starts and ends in a row, by whole blocks of four or not."""
+    key, sizes = rng.key(0, "piece"), (3, 12)
+    whole = rng.normal(key, rng.Grid.whole(sizes), torch.float64)
+    for stop in range(start + 1, 13):
+        grid = rng.Grid((range(1, 3), range(start, stop)), sizes)
+        assert torch.equal(rng.normal(key, grid, torch.float64), whole[1:, start:stop])
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_groups_smaller_than_the_pipeline_are_refused(group: int) -> None:
+    """Their first microbatch would not be back in time."""
+    with pytest.raises(ScheduleError, match=f"group is {group}, but with 4 stages"):
+        plan("interleaved", 4, 4, chunks=2, group=group)
+
+
+def test_the_bound_of_interleaving_is_what_it_keeps() -> None:
+    """Not one more: a stage that kept one chunk too many would not be seen."""
+    sizes = Sizes(4, 8, 2)
+    peak = simulate_time(plan("interleaved", 4, 8, chunks=2)).peak_in_flight
+    assert list(peak) == [SCHEDULES["interleaved"].in_flight(s, sizes) for s in range(4)]
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_that_a_tensor_lacks_is_refused(dim: int) -> None:
+    """One past either end."""
+    with pytest.raises(ValueError, match=f"gather: dim {dim} is out of range"):
+        gather(torch.zeros(2, 2), single_groups().tp, dim)
+
+
+def test_layers_of_a_chunk_that_is_not_there_are_refused() -> None:
+    """A chunk past the last has no layers."""
+    with pytest.raises(ScheduleError, match="names layer 0 of chunk 1, which has 0 layers"):
+        Extras(recompute=frozenset({(1, 0)}), layers=(1,))
+
+
+def test_stages_are_labelled_as_wide_as_the_last() -> None:
+    """`stage 9` alone with ten stages, ` 9` and `10` with eleven."""
+    for stages, first in ((10, "stage 0 | "), (11, "stage  0 | ")):
+        drawn = timeline(plan("gpipe", stages, 1))
+        assert drawn.splitlines()[0].startswith(first)
+
+
+def test_one_bucket_is_gathered_ahead_by_default() -> None:
+    """As if it had been asked for."""
+    ops = list(expand(plan("1f1b", 1, 2)[0], (3,)))
+    buckets = [frozenset({(0, i)}) for i in range(3)]
+    one, two = (list(with_gather(ops, buckets, prefetch)) for prefetch in (1, 2))
+    assert list(with_gather(ops, buckets)) == one != two
+
+
+def test_a_run_of_simulate_is_open_until_it_ends() -> None:
+    """An axis of one that has ended is refused (`comm.collectives`)."""
+    assert Scope().open
+
+
+def test_ops_of_a_split_backward_take_one_column_each() -> None:
+    """Without costs the picture shows the order alone."""
+    assert timeline(plan("zb-h1", 1, 1)) == "stage 0 | F0 I0 W0"
