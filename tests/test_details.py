@@ -13,10 +13,14 @@ from mfun import rng
 from mfun.comm import gather, overlap, single_groups
 from mfun.comm.axis import Scope
 from mfun.comm.exchange import sum_exchanged
+from mfun.config import Config, ConfigError, OptimConfig, override
 from mfun.grads import normalise
+from mfun.grads.guard import Guard
 from mfun.mesh import Mesh
 from mfun.nn import linear
+from mfun.nn.layer import Ctx
 from mfun.optim import sgd
+from mfun.optim.build import moments
 from mfun.optim.masters import without_masters
 from mfun.optim.transform import apply_updates
 from mfun.schedule import SCHEDULES, Costs, Extras, ScheduleError, Sizes, plan, simulate_time
@@ -180,3 +184,40 @@ def test_a_run_of_simulate_is_open_until_it_ends() -> None:
 def test_ops_of_a_split_backward_take_one_column_each() -> None:
     """Without costs the picture shows the order alone."""
     assert timeline(plan("zb-h1", 1, 1)) == "stage 0 | F0 I0 W0"
+
+
+def test_a_word_that_is_no_setting_is_told_the_form() -> None:
+    """Without an equals sign, and nobody's name."""
+    with pytest.raises(ConfigError, match=r"'nothing' is not of the form section\.key=value"):
+        override(Config(), ["nothing"])
+
+
+def test_dropout_keys_are_of_a_place_in_the_model() -> None:
+    """Folded in from the root; none without one."""
+    key = rng.key(3, "dropout")
+    assert Ctx(single_groups(), {}, key).fold("blocks", 1) == key.fold("blocks", 1)
+    assert Ctx(single_groups(), {}).fold("blocks", 1) is None
+
+
+def test_sums_that_are_started_are_not_divided_by_default() -> None:
+    """Each rank's piece of the sum; a mean where `over` says so."""
+    x = torch.arange(4.0)
+
+    def main(groups: Any) -> list[Tensor]:
+        with torch.no_grad():
+            start = overlap.start_reduce_scatter
+            return [start(x, groups.tp, 0, **how).wait() for how in ({}, {"over": 2})]
+
+    for rank, (total, mean) in enumerate(on_threads(Mesh(tp=2), main)):
+        piece = x[2 * rank : 2 * rank + 2]
+        assert torch.equal(total, 2 * piece) and torch.equal(mean, piece)
+
+
+def test_sgd_without_momentum_keeps_nothing() -> None:
+    """For the account of memory."""
+    assert [moments(OptimConfig(name="sgd", momentum=m)) for m in (0.0, 0.5)] == [0, 1]
+
+
+def test_a_guard_refuses_what_is_not_finite_alone_by_default() -> None:
+    """No size is too large unless one is given."""
+    assert Guard(0).largest == 0.0
