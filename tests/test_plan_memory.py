@@ -317,7 +317,7 @@ def test_the_first_step_needs_no_more(strategy: str) -> None:
 
 
 def test_a_step_lives_in_what_plain_autograd_needs() -> None:
-    """Row 137: no more than 1.3 times the bytes of eager modules and torch.optim's AdamW."""
+    """Row 137: within 1.3 of eager modules and torch.optim's AdamW (seen: 69.5 MB to 64.5)."""
     sizes = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 512, "seq": 128, "batch": 8}
     words = torch.arange(sizes["batch"] * (sizes["seq"] + 1)) ** 2 % sizes["vocab"]
     rows = words.unflatten(0, (sizes["batch"], -1))
