@@ -52,8 +52,8 @@ from tests.test_layers import LAYER, names_of
 BUDGET, TEST_LIMIT = 5.0, 6.0  # seconds of the tests of a mutant, and of one test
 CASES = 8  # of a test with parameters
 LONGEST = 10.0  # seconds that a mutant may take more than twice what its tests take
-PATIENCE = 15.0  # seconds of further cases for a mutant that survived
-FILES = 4  # of tests that are collected again for a change of what runs on import
+PATIENCE = 5.0  # seconds of further cases for a mutant that survived
+FILES = 6  # of tests that are collected again for a change of what runs on import
 HIGHEST = 4
 # Test files of the layers above, or of real processes, which a change in this one does not reach.
 OTHERS = (
@@ -223,8 +223,9 @@ def reaching(mutant: Mutant, tests: Sequence[Reach]) -> tuple[list[Reach], bool]
     exact = [test for test in reach if not test.lines[mutant.file].isdisjoint(here)]
     reload = not mutant.inside or not exact
     best = sorted(reach if reload else exact, key=lambda test: (_distance(mutant, test), test[1]))
-    best = best or [test for test in tests if _distance(mutant, test) < 2]
     if reload:  # every file of tests is collected again
+        best += [t for t in tests if mutant.file not in t.lines and _distance(mutant, t) < 2]
+        best.sort(key=lambda test: (_distance(mutant, test), test.seconds))
         near = list(dict.fromkeys(test.item.path for test in best))[:FILES]
         best = [test for test in best if test.item.path in near]
     so_far = accumulate(test.seconds for test in best)

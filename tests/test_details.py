@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from typing import Any
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 
 from mfun import rng
 from mfun.comm import gather, overlap, single_groups
-from mfun.comm.axis import Scope
+from mfun.comm.axis import Axis, Scope
 from mfun.comm.exchange import sum_exchanged
-from mfun.config import Config, ConfigError, OptimConfig, override
+from mfun.comm.p2p import Header
+from mfun.config import Config, ConfigError, OptimConfig, PrecisionConfig, check, override
 from mfun.grads import normalise
 from mfun.grads.guard import Guard
+from mfun.grads.table import Reduction
 from mfun.mesh import Mesh
 from mfun.nn import linear
 from mfun.nn.layer import Ctx
 from mfun.optim import sgd
-from mfun.optim.build import moments
+from mfun.optim.build import build, moments
 from mfun.optim.masters import without_masters
-from mfun.optim.transform import apply_updates
-from mfun.schedule import SCHEDULES, Costs, Extras, ScheduleError, Sizes, plan, simulate_time
+from mfun.optim.muon import Matrix, muon
+from mfun.optim.precision import with_precision
+from mfun.optim.transform import Transform, apply_updates
+from mfun.schedule import (
+    SCHEDULES,
+    B,
+    Costs,
+    Extras,
+    F,
+    I,
+    Recv,
+    ScheduleError,
+    Sizes,
+    plan,
+    simulate_time,
+)
 from mfun.schedule.gather import with_gather
 from mfun.schedule.greedy import soonest
 from mfun.schedule.layers import expand
 from mfun.schedule.streams import Placement
 from mfun.schedule.timeline import timeline
+from mfun.schedule.trace import to_trace
+from mfun.schedule.walk import Walk
 from tests.threads import on_threads
 
 
@@ -221,3 +242,87 @@ def test_sgd_without_momentum_keeps_nothing() -> None:
 def test_a_guard_refuses_what_is_not_finite_alone_by_default() -> None:
     """No size is too large unless one is given."""
     assert Guard(0).largest == 0.0
+
+
+def test_overlap_is_for_plain_tensors_of_processes() -> None:
+    """Not under a transform of torch.func, not where a derivative is recorded, not simulated."""
+    process: Any = mock.Mock(group=object())
+    x, inside = torch.zeros(2, 3), []
+
+    def seen(row: Tensor) -> Tensor:
+        inside.append(overlap.can_overlap(row, process))
+        return row
+
+    assert not overlap.can_overlap(x, process)
+    with torch.no_grad():
+        assert overlap.can_overlap(x, process)
+        assert not overlap.can_overlap(x, mock.Mock(group=None))
+        torch.func.vmap(seen)(x)
+    assert inside == [False]
+
+
+def test_wide_gradients_are_taken_to_the_parameters_format() -> None:
+    """A wrapper where the formats differ, none where they are one."""
+    params = {"w": torch.ones(2)}
+    plain, wide = PrecisionConfig(), PrecisionConfig(grads="fp64")
+    assert "rounded" not in with_precision(sgd(0.1), plain).init(params)
+    assert "rounded" in with_precision(sgd(0.1), wide).init(params)
+
+
+def test_what_was_received_twice_is_told_with_the_op_that_used_it() -> None:
+    """The input half of a split backward, not a whole one."""
+    came = Recv(0, to=0, kind="grad", peer=1)
+    for half, told in ((I(0), "after I0"), (B(0), "after B0")):
+        walk = Walk(0, Placement(stages=2), 1, False, None)
+        assert walk.compute(F(0)) is None and walk.recv(came) is None
+        assert walk.compute(half) is None
+        assert told in (walk.recv(came) or "")
+
+
+def test_a_trace_is_of_one_process() -> None:
+    """Counters stand under the same heading as the ops they count."""
+    trace = json.loads(to_trace(simulate_time(plan("1f1b", 2, 3)), "a title"))
+    assert len({record["pid"] for record in trace["traceEvents"]}) == 1
+
+
+def test_a_header_says_by_default_that_no_description_follows() -> None:
+    """As most do: shapes are told once."""
+    assert Header(0, 1, 2, 3).described == 0
+
+
+def test_an_axis_is_not_checked_unless_it_is_asked() -> None:
+    """Declared types are asserted in `simulate(check=True)` alone."""
+    assert attrs.fields_dict(Axis)["check"].default is False
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+def test_nothing_is_donated_unless_it_is_said(name: str) -> None:
+    """Parameters, gradients and state stay as they are, weight decay and all."""
+    config = OptimConfig(name=name, lr=0.1, weight_decay=0.5, clip=0.5)
+    check_nothing_changes(build(config, 10))
+
+
+def test_muon_donates_nothing_unless_it_is_said() -> None:
+    """Nor its momentum."""
+    check_nothing_changes(muon(0.1, {"w": Matrix()}, weight_decay=0.5))
+
+
+def check_nothing_changes(opt: Transform) -> None:
+    """An update leaves what it was given."""
+    params = {"w": torch.ones(3, 3)}
+    state = opt.init(params)
+    before = copy.deepcopy((params, state))
+    opt.update({"w": torch.full((3, 3), 2.0)}, state, params, norm=torch.tensor(6.0))
+    assert repr((params, state)) == repr(before)
+
+
+def test_a_rate_may_stay_where_it_is() -> None:
+    """The lowest rate may be the highest, and no higher."""
+    check(override(Config(), ["optim.lr=0.5", "optim.min_lr=0.5"]))
+    with pytest.raises(ConfigError, match=r"min_lr"):
+        check(override(Config(), ["optim.lr=0.5", "optim.min_lr=0.6"]))
+
+
+def test_shards_have_one_copy_by_default() -> None:
+    """The other ranks hold other pieces."""
+    assert attrs.fields_dict(Reduction)["copies"].default == 1
