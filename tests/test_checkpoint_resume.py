@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mfun
 from mfun import checkpoint
-from mfun.checkpoint import Order
+from mfun.checkpoint import CheckpointError, Order
 from mfun.config import Config, from_toml, load, resolve, to_toml
 from mfun.train import loop, metrics, saving
 from mfun.train.lifecycle import Request, RunError, configure, open_run
@@ -260,7 +260,7 @@ def test_a_failed_save_beside_training_ends_it_at_the_next_step(
     monkeypatch.setattr(Order, "write", full)
     config = config_of(text, "train.async_save=true")
     seen: list[int] = []
-    with pytest.raises(OSError, match="No space left") as caught:
+    with pytest.raises(CheckpointError, match="No space left") as caught:
         opened, where = open_run(Request(run_dir=tmp_path / "run", resume=True), config)
         for record in loop.train(loop.job(opened, folder=where)):
             seen.append(record.step)

@@ -44,7 +44,7 @@ class Background:
         """Begin to save the values of now; every rank calls this. The one before must be over.
 
         Raises:
-            CheckpointError or OSError: on every rank, if there is no place for the checkpoint.
+            CheckpointError: on every rank, if there is no place for the checkpoint.
         """
         assert self._going is None, "finish the save before first"
         together(order, [order.prepare], self._agree)
@@ -65,7 +65,7 @@ class Background:
         """The checkpoint, if all ranks have written their part by now; every rank calls this.
 
         Raises:
-            CheckpointError or OSError: on every rank, if the save failed on one.
+            CheckpointError: on every rank, if the save failed on one.
         """
         if self._going is None or self._agree(self._going.thread.is_alive()):
             return None

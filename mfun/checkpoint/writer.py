@@ -154,8 +154,8 @@ def save(order: Order, agree: Agree = alone) -> Path:
     Returns: the checkpoint's folder.
 
     Raises:
-        CheckpointError or OSError: on every rank if on one, with nothing kept of this checkpoint
-            unless it was complete already.
+        CheckpointError: on every rank if on one, with nothing kept of this checkpoint unless it
+            was complete already.
 
     Example:
         >>> import tempfile
@@ -178,9 +178,26 @@ def together(order: Order, phases: Sequence[Callable[[], None]], agree: Agree) -
             failure = error
         if agree(failure is not None):
             order.discard()
-            raise failure or CheckpointError(
-                f"{order.folder} was not saved: another rank failed, see its error"
-            )
+            raise _told(order, failure) from failure
+
+
+def _told(order: Order, failure: Exception | None) -> Exception:
+    """What a rank says of a failed save: its own failure, a disk's with the way out, or another's.
+
+    Example:
+        >>> full = OSError(28, "No space left on device", "a/rank-00000.safetensors")
+        >>> str(_told(Order(run_dir=Path("run"), step=2, tensors={}), full))[:87]
+        'run/checkpoints/step-00000002 was not saved: a/rank-00000.safetensors: No space left on'
+    """
+    if isinstance(failure, OSError):
+        where = f"{failure.filename}: " if failure.filename else ""
+        return CheckpointError(
+            f"{order.folder} was not saved: {where}{failure.strerror or failure}; make room, or "
+            "let the folder be written to, and resume: what was saved before is whole"
+        )
+    return failure or CheckpointError(
+        f"{order.folder} was not saved: another rank failed, see its error"
+    )
 
 
 def _copy(x: Tensor) -> Tensor:

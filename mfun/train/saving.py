@@ -134,7 +134,7 @@ def read(opened: checkpoint.Opened, parts: Sequence[Held], peers: Peers) -> None
     share the reading of all files.
 
     Raises:
-        CheckpointError or OSError: on every rank, if a file is damaged.
+        CheckpointError: on every rank, if a file is damaged or cannot be read.
     """
     names = {part.name: (part.piece, part.tensor) for part in parts}
     some = _agreed(peers, opened, lambda: checkpoint.fill(opened, names))
@@ -149,8 +149,13 @@ def _agreed(peers: Peers, opened: checkpoint.Opened, work: Callable[[], bool]) -
     done = False
     try:
         done = work()
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         failure = error
+    except OSError as error:
+        failure = CheckpointError(
+            f"{error.filename or opened.folder} cannot be read ({error.strerror or error}): let it "
+            f"be read, or delete {opened.folder} to resume from another checkpoint"
+        )
     if peers.any(failure is not None):
         raise failure or CheckpointError(
             f"{opened.folder} was not loaded: another rank failed, see its error"
