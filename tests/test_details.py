@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -12,20 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from mfun import rng
+from mfun import flat, rng
 from mfun.comm import gather, overlap, single_groups
 from mfun.comm.axis import Axis, Scope
 from mfun.comm.exchange import sum_exchanged
 from mfun.comm.p2p import Header
 from mfun.config import Config, ConfigError, OptimConfig, PrecisionConfig, check, override
-from mfun.grads import normalise
+from mfun.grads import GradBuffers, normalise
 from mfun.grads.guard import Guard
 from mfun.grads.table import Reduction
 from mfun.mesh import Mesh
 from mfun.nn import linear
 from mfun.nn.layer import Ctx
+from mfun.nn.mlp import mlp
 from mfun.optim import sgd
 from mfun.optim.build import build, moments
+from mfun.optim.lion import lion
 from mfun.optim.masters import without_masters
 from mfun.optim.muon import Matrix, muon
 from mfun.optim.precision import with_precision
@@ -326,3 +329,30 @@ def test_a_rate_may_stay_where_it_is() -> None:
 def test_shards_have_one_copy_by_default() -> None:
     """The other ranks hold other pieces."""
     assert attrs.fields_dict(Reduction)["copies"].default == 1
+
+
+def test_column_linear_without_bias_returns_none_for_it() -> None:
+    """Asked to leave the bias to the caller, with outputs gathered."""
+    x, w = torch.ones(1, 2, 3), torch.ones(4, 3)
+    out = linear.column_linear(
+        x, w, None, single_groups().tp, gather_output=True, skip_bias_add=True
+    )
+    assert isinstance(out, tuple) and out[1] is None and torch.equal(out[0], x @ w.T)
+
+
+def test_defaults_are_those_of_the_papers_and_the_plain_ways() -> None:
+    """Lion's two decays; no sequence parallelism; whole gradients, one window, plain sums."""
+    defaults = {
+        name: one.default for fn in (lion, mlp) for name, one in signature(fn).parameters.items()
+    }
+    assert (defaults["b1"], defaults["b2"], defaults["sequence_parallel"]) == (0.9, 0.99, False)
+    buffers = signature(GradBuffers).parameters
+    ways = ("sharded", "release", "mean", "wide")
+    assert not any(buffers[name].default for name in ways)
+
+
+def test_elements_of_gradients_are_counted_without_padding() -> None:
+    """12 + 5."""
+    buckets = flat.plan_buckets([flat.Leaf("a", (3, 4)), flat.Leaf("b", (5,))], shards=2)
+    count = GradBuffers.numel.fget  # type: ignore[attr-defined]
+    assert count(mock.Mock(buckets=buckets)) == 17
