@@ -126,6 +126,7 @@ def test_commands_import_nothing_heavy_for_help():
         (["verify", "--schedule", "1f1b"], "parallel.schedule=VALUE or optim.schedule=VALUE"),
         (["train", "--optim.lrr=1"], "no option '--optim.lrr': settings are section.key=VALUE"),
         (["train", "--resum"], "No such option '--resum'. Did you mean '--resume'"),
+        (["train", "--stepz=3"], "'--help'? Settings are section.key=VALUE, without dashes."),
         (["train", "--resume"], "--resume needs --run-dir"),
         (["train", "parallel.cp=2"], "context parallelism is not built yet"),
         (["train", "precision.grads=bf16"], "precision.grads is bf16 and precision.compute is"),

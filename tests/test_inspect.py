@@ -280,8 +280,10 @@ def test_nothing_is_run_and_damage_is_named(tmp_path: Path) -> None:
         done = inspect(tmp_path / name, "--stats")
         assert done.exit_code == 1 and name in done.output and "cannot be read" in done.output
     assert not (tmp_path / "ran").exists()
+    notes = inspect(tmp_path / "trap.bin").output
+    assert "trap.bin cannot be read as safetensors: name a run, one of its checkpoints" in notes
     (tmp_path / "none").mkdir()
-    for name, says in (("absent", "does not exist"), ("none", "holds no tensors")):
+    for name, says in (("absent", "does not exist: name a run"), ("none", "holds no tensors")):
         with pytest.raises(SourceError, match=says):
             open_source(tmp_path / name)
     (tmp_path / "two").mkdir()

@@ -19,7 +19,8 @@ class Settings(click.Command):
             name = error.option_name
             meant, known = assignments(name), find(name)
             if not meant and not known and "." not in name:
-                raise
+                told = "Settings are section.key=VALUE, without dashes."
+                raise click.UsageError(f"{error.format_message()} {told}", ctx) from error
             told = known.hint if known else "settings are section.key=VALUE, without dashes"
             fix = f"write {meant}" if meant else told
             raise click.UsageError(f"no option {name!r}: {fix}", ctx) from error

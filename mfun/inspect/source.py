@@ -20,6 +20,8 @@ from mfun.checkpoint import CheckpointError, Index
 from mfun.checkpoint.pieces import Block, Piece, blocks, whole
 from mfun.inspect.weights import MANY, ONE, SourceError, Weight, in_file, in_files, in_folder
 
+READABLE = "a run, one of its checkpoints, a Hugging Face folder or a .safetensors file"
+
 
 @attrs.frozen
 class Whole:
@@ -102,9 +104,9 @@ def open_source(path: Path) -> Source:
         CheckpointError: something known, but damaged.
     """
     if path.is_file():
-        return Source(path, "safetensors", _single(in_file(path)))
+        return Source(path, "safetensors", _single(_alone(path)))
     if not path.is_dir():
-        raise SourceError(f"{path} does not exist")
+        raise SourceError(f"{path} does not exist: name {READABLE}")
     if (path / "index.json").is_file():
         return open_checkpoint(path)
     if newest := checkpoint.latest(path):
@@ -117,6 +119,16 @@ def open_source(path: Path) -> Source:
         f"{path} holds no tensors: neither checkpoints/step-*/ of a run, nor index.json of a "
         f"checkpoint, nor {ONE} of a Hugging Face model, nor other .safetensors files"
     )
+
+
+def _alone(path: Path) -> dict[str, Weight]:
+    """What one file holds, whose name may not say what it is."""
+    try:
+        return in_file(path)
+    except CheckpointError as error:
+        if path.suffix == ".safetensors":
+            raise
+        raise SourceError(f"{path} cannot be read as safetensors: name {READABLE}") from error
 
 
 def open_checkpoint(folder: Path) -> Source:

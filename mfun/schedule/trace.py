@@ -141,7 +141,7 @@ def _ends(flight: Flight, place: Placement) -> tuple[Part, Part]:
 
 
 def _counters(timing: Timing) -> Iterator[Record]:
-    """Chunks in flight on each stage, whenever that changes."""
+    """Chunks in flight on each stage, whenever that changes: not where one ends as one starts."""
     live = [0] * len(timing.busy)
     changes: list[tuple[float, int, int]] = [
         (event.start if isinstance(event.op, F) else event.end, event.stage, LIVE[type(event.op)])
@@ -149,7 +149,10 @@ def _counters(timing: Timing) -> Iterator[Record]:
         if not event.op.layer
     ]
     changes += [(x.start, x.stage, LIVE.get(type(x.op), 0)) for x in timing.beside]
-    for time, stage, change in sorted(changes, key=lambda change: change[0]):
+    moments: dict[tuple[float, int], int] = {}
+    for time, stage, change in changes:
+        moments[time, stage] = moments.get((time, stage), 0) + change
+    for (time, stage), change in sorted(moments.items()):
         if not change:
             continue
         live[stage] += change
