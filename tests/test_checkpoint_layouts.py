@@ -231,22 +231,24 @@ ZERO3 = "parallel.dp=2 parallel.sharding=optim_grads_params train.microbatches=1
 
 
 @settings(max_examples=3)
-@given(a=layouts(4), b=layouts(4), model=st.sampled_from(MODELS))
-@example(a=ZERO3, b=ZERO3.replace("dp=2", "dp=4"), model=MODELS[0])  # bugs.md 67, 91
+@given(a=layouts(4), b=layouts(4), model=st.sampled_from(MODELS), more=st.just(1))
+@example(a=ZERO3, b=ZERO3.replace("dp=2", "dp=4"), model=MODELS[0], more=5)  # bugs.md 67, 91
 @example(  # bugs.md 95: into chunks, tied, with a padded vocabulary that is padded otherwise
     a="parallel.pp=2 parallel.tp=2 train.microbatches=2",
     b="parallel.pp=2 parallel.schedule=interleaved parallel.tp=1 parallel.dp=2 "
     "parallel.sharding=optim train.microbatches=2",
     model=MODELS[0],
+    more=5,
 )
 @example(  # bugs.md 94
     a="parallel.tp=2 parallel.sequence_parallel=true train.microbatches=1",
     b="parallel.tp=4 train.microbatches=1",
     model=MODELS[2],
+    more=5,
 )
-def test_pairs_of_layouts(a: str, b: str, model: str, tmp_path_factory: Any) -> None:
-    """Parameters, masters and moments are those that were saved; the next step follows."""
-    checked(a, b, model, tmp_path_factory.mktemp("run"), 1)
+def test_pairs_of_layouts(a: str, b: str, model: str, more: int, tmp_path_factory: Any) -> None:
+    """Parameters, masters and moments are those that were saved; the next steps follow."""
+    checked(a, b, model, tmp_path_factory.mktemp("run"), more)
 
 
 @pytest.mark.full
