@@ -233,10 +233,16 @@ def reaching(mutant: Mutant, tests: Sequence[Reach]) -> tuple[list[Reach], bool]
 
 
 def _distance(mutant: Mutant, test: Reach) -> int:
-    """A test of the module itself, of its package, or of another."""
+    """A test of the module itself (or of tests/test_details.py), of its package, or of another."""
     *package, own = Path(mutant.file).with_suffix("").parts
     named = test.item.path.stem
-    return 0 if own in named else 1 if any(part in named for part in package) else 2
+    return (
+        0
+        if own in named or "details" in named
+        else 1
+        if any(part in named for part in package)
+        else 2
+    )
 
 
 def _limit(tests: Sequence[Reach]) -> float:

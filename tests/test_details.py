@@ -356,3 +356,13 @@ def test_elements_of_gradients_are_counted_without_padding() -> None:
     buckets = flat.plan_buckets([flat.Leaf("a", (3, 4)), flat.Leaf("b", (5,))], shards=2)
     count = GradBuffers.numel.fget  # type: ignore[attr-defined]
     assert count(mock.Mock(buckets=buckets)) == 17
+
+
+@pytest.mark.parametrize(("stages", "bubble"), [(3, 5), (4, 5), (6, 11)])
+def test_v_half_idles_no_longer_for_more_microbatches(stages: int, bubble: int) -> None:
+    """Six units of work a microbatch on each stage, and a bubble of the pipeline alone."""
+    for microbatches in (stages, 6, 12):
+        sizes = Sizes(stages, microbatches, 2)
+        streams = plan("v-half", stages, microbatches, chunks=2)
+        timing = simulate_time(streams, None, SCHEDULES["v-half"].place(sizes))
+        assert timing.makespan == 6 * microbatches + bubble
