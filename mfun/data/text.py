@@ -63,7 +63,9 @@ def _given(paths: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     for path in map(Path, sorted(paths)):
         path = path.expanduser()
         if not path.exists():
-            raise DataError(f"data.path: {path} does not exist: name a text file, a folder or a dataset")
+            raise DataError(
+                f"data.path: {path} does not exist: name a text file, a folder or a dataset"
+            )
         for name, file in _named(path):
             real = file.resolve()
             if real in seen:

@@ -19,8 +19,8 @@ from mfun.schedule.timing import Event, Flight, Timing, Trip
 UNIT = 1000
 """Microseconds of the trace in a unit of time, so that a unit is shown as 1 ms."""
 PROCESS, FIRST = 1, 1000
-"""Numbers of the process and of stage 0's thread: to Perfetto 0 is the idle task, whatever its name
-is, and a thread of its process's number the main thread. It shows them: `stage 3 1003`."""
+"""Numbers of the process and of stage 0's thread, which viewers show: `stage 3 1003`. Perfetto took
+thread 0 for thread 1 until 2025, and takes one of its process's number for the main thread."""
 
 Record = dict[str, Any]
 Part = tuple[int, bool, int, int]  # stage, forward or not, microbatch, chunk
