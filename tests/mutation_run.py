@@ -1,8 +1,13 @@
 """Runs mutants of layers 0 to 4 against the quick tests that reach them, and counts survivors.
 
-    python -m tests.mutation_run                    # all files, some 20 minutes on two cores
-    python -m tests.mutation_run mesh.py nn/mlp.py  # some, every mutant of them with --every 1
-    make test-full ARGS="-k mutants"                # all, compared with tests/survivors.py
+    python -m tests.mutation_run                    # a sample of all files
+    python -m tests.mutation_run mesh.py nn/mlp.py  # of some; every mutant of them with --every 1
+    make test-full ARGS="-k mutants"                # of all, compared with tests/survivors.py
+
+The first sweep took 17 minutes on two busy cores, beside 20 for measuring 2,200 tests: 362 of 443
+killed, 82 %. Its survivors are judged in tests/survivors.py, or made tests/test_details.py and
+tests/test_config_values.py. mutmut leaves decorated functions and modules' tables as they are, and
+cosmic-ray starts an interpreter, which imports torch, for each mutant.
 
 The tests are collected once, in a process that runs none of them; each runs in a fork. First every
 test by itself, for its time and the lines that it reaches; then every mutant against the tests that
