@@ -66,7 +66,8 @@ def distribute(
         mesh: the mesh; its world must be the number of processes.
         extra: further (axes, stages) that will be asked for, the same on all ranks.
         timeout_s: after which a collective that does not finish is an error; None is torch's.
-        on_host: large pieces on CPU go through memory that ranks of one host share, not sockets.
+        on_host: large pieces on CPU go through memory that ranks of one host share (32 MiB a rank
+            of each group that has such pieces), not sockets.
 
     Returns:
         This rank's `Groups`.
@@ -85,7 +86,8 @@ def distribute(
     new_group = functools.partial(dist.new_group, timeout=timeout)  # not inherited from the world's
     made = make_groups(mesh, extra, new_group) if world > 1 else {}
     mine = {key: members[rank] for key, members in made.items() if rank in members}
-    return process_groups(mesh, rank, mine, on_host=on_host)
+    gloo = world > 1 and dist.get_backend() == "gloo"  # whose messages say what was written
+    return process_groups(mesh, rank, mine, on_host=on_host and gloo)
 
 
 class ProcessWorld:
