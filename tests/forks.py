@@ -59,7 +59,8 @@ def _child(job: Job, out: int) -> int:
     try:
         os.setsid()
         quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1), os.dup2(quiet, 2)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
         limit = int(time.process_time() + job.limit) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -183,16 +183,16 @@ def _changes(node: ast.AST, parent: ast.AST, name: str) -> list[ast.AST]:
         case ast.Constant(value=bool(value)):
             new: list[ast.AST] = [ast.Constant(not value)]
         case ast.Constant(value=int(value) | float(value)):
-            new = [ast.Constant(value + 1)] + [ast.Constant(value - 1)] * (value != 0)
+            new = [ast.Constant(value + 1), *([ast.Constant(value - 1)] if value else [])]
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             new = [operand]
         case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
             new = [ast.Return(None)]
         case _:
             new = [swap() for swap in _SWAPS.get(type(node), ())]
-            joins = isinstance(node, ast.Add) and isinstance(parent, ast.BinOp)
-            if joins and any(_is_sequence(side) for side in (parent.left, parent.right)):
-                new = []
+            if isinstance(node, ast.Add) and isinstance(parent, ast.BinOp):
+                if any(_is_sequence(side) for side in (parent.left, parent.right)):
+                    new = []
     if (name == "test" and isinstance(parent, ast.If | ast.IfExp)) or name == "ifs":
         if not isinstance(node, ast.UnaryOp | ast.Constant) and isinstance(node, ast.expr):
             new.append(ast.UnaryOp(ast.Not(), node))
