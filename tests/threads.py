@@ -90,6 +90,10 @@ class Wire:
         """Always."""
         return True
 
+    def get_backend(self) -> str:
+        """Not gloo: threads need no memory to share."""
+        return "threads"
+
     def get_world_size(self) -> int:
         """How many threads there are."""
         return self.world
