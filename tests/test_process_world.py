@@ -316,6 +316,7 @@ def test_all_ranks_make_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist, "new_group", new_group)
     assert len(layouts_of_8()) > 30
     for mesh in layouts_of_8():
