@@ -533,7 +533,7 @@ REDUCTIONS = (
         "leaves of different groups share a bucket",
         edit(
             "grads.buffers:lay_out",
-            ("*table[path].group, apart.get(path)", "apart.get(path)"),
+            ("*table[path].group,", ""),
         ),
         SEQUENCE,
         r"mlp\.up: gradient off",

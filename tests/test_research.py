@@ -143,10 +143,11 @@ def test_readme_python_runs():
     """Examples of README run; one prints the timeline that is shown, one trains, one is planned."""
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     shown = []
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {"print": lambda x: shown.append(str(x))})
+    assert float(shown.pop(0).removeprefix("largest eigenvalue of the Hessian: ")) > 0
     grid = [line for line in text.splitlines() if line.startswith("stage ")]
     assert shown[0].splitlines() == grid
     assert all(line in shown[1] for line in text.splitlines() if "tied (x1" in line)

@@ -154,8 +154,9 @@ def fill(opened: Opened, targets: Targets) -> bool:
         stored = opened.names.get(name)
         if stored is None:
             continue
-        if not target.is_contiguous():
-            later.append((target, torch.empty(target.shape, dtype=target.dtype)))
+        dtype = getattr(torch, opened.index.tensors[stored][0].dtype)
+        if target.dtype != dtype or not target.is_contiguous():  # read as stored, then converted
+            later.append((target, torch.empty(target.shape, dtype=dtype)))
             target = later[-1][1]
         for entry in opened.index.tensors[stored]:
             if copies := [*common(entry, piece)]:

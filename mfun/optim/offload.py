@@ -30,6 +30,7 @@ def with_offload(transform: Transform) -> Transform:
     Returns: a transform whose state is `transform`'s, with leaves in the host's memory, which is
       pinned where parameters are on a GPU. That branch has not been run yet.
     Example:
+      >>> import torch
       >>> from mfun.optim import adamw
       >>> params = {"a": torch.ones(2), "b": torch.ones(3)}
       >>> gradient = {path: torch.full_like(p, 0.5) for path, p in params.items()}
