@@ -12,8 +12,10 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad
+from torch.nn.functional import cross_entropy
 
-from mfun import flat, rng
+from mfun import flat, nn, rng
 from mfun.comm import gather, overlap, single_groups
 from mfun.comm.axis import Axis, Scope
 from mfun.comm.exchange import sum_exchanged
@@ -97,6 +99,27 @@ def test_row_linear_in_halves_is_the_whole_product() -> None:
         for got in on_threads(Mesh(tp=2), main):
             assert got.shape == (1, 5, 3)
             assert torch.allclose(got, x @ w.T, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("smoothing", "zeta"), [(0.0, 0.0), (0.0, 0.3), (0.3, 0.0), (0.3, 0.2)])
+def test_gradient_of_the_head_in_chunks_is_torchs(smoothing: float, zeta: float) -> None:
+    """Cross entropy with smoothing by torch, and the square of logsumexp by autograd."""
+    torch.manual_seed(0)
+    h, w = torch.randn(1, 3, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    labels, weights = torch.tensor([[4, 0, 2]]), torch.tensor([[1.0, 0.5, 2.0]], dtype=h.dtype)
+    axis = single_groups().tp
+
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        how = {"label_smoothing": smoothing, "z_loss": zeta, "chunk": 2}
+        return nn.linear_cross_entropy(h, w, labels, weights, axis, vocab=5, **how)
+
+    def plain(h: Tensor, w: Tensor) -> Tensor:
+        z = (h @ w.T)[0]
+        each = cross_entropy(z, labels[0], reduction="none", label_smoothing=smoothing)
+        return (weights[0] * (each + zeta * z.logsumexp(-1).square())).sum()
+
+    for got, right in zip(grad(loss, (0, 1))(h, w), grad(plain, (0, 1))(h, w), strict=True):
+        assert torch.allclose(got, right, rtol=0, atol=1e-12)
 
 
 def test_normalisation_is_told_as_configured() -> None:

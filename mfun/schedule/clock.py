@@ -157,10 +157,7 @@ class _Clock:
         if key not in self.known:
             virtual = self.place.virtual(index, op.chunk)
             count = 1 if op.layer is None else self.layers[index, op.chunk]
-            first = 0 if isinstance(op, F) else count - 1
-            need = None
-            if not isinstance(op, Recompute) and op.layer in (None, first):
-                need = needs(op, virtual, self.place)
+            need = None if isinstance(op, Recompute) else needs(op, virtual, self.place)
             cost = self.costs.of(op, self.place.slice(virtual))
             self.known[key] = (cost if count == 1 else cost / count, need and need[0], virtual)
         return self.known[key]

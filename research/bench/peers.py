@@ -3,14 +3,17 @@
 Each case runs mfun and the peer in separate processes with the same allocator setting, which take
 steps in turn while the others wait, and prints the median ratio of neighbouring steps (below 1:
 mfun is faster), which a machine that slows down for both does not move, and the ratio of peak
-resident memory. Cases: one device (eager nn.Module + fused AdamW), dp2 (overlapped, against
+resident memory. The same process may be some per cent faster or slower for its whole life, so
+each round begins with fresh ones.
+
+Cases: one device (eager nn.Module + fused AdamW), dp2 (overlapped, against
 DistributedDataParallel), zero1 (the optimizer sharded, against mfun without), zero3 (parameters
 sharded, against FSDP2), tp2 (DTensor with loss parallel), pp2 (torch.distributed.pipelining
 Schedule1F1B), and against the same peer zb4 and zb8 (the zero-bubble schedule ZB-H1 with 4 and 8
 microbatches) and zb8cut (ZB-H2 with 8, and the blocks cut 5 + 3, because the second stage also has
 the head).
 
-Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--steps 20]
+Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--rounds 4] [--steps 5]
         (MFUN_BENCH_MALLOC=0: both sides without the allocator setting that `mfun train` makes)
 Expect: step-time ratios at most 1.00 (one), 0.99 (dp2), 1.02 (zero1), 0.80 (zero3), 0.86 (tp2),
         0.98 (pp2), 0.88 (zb4), 0.93 (zb8), 0.90 (zb8cut); memory 1.10.
@@ -200,6 +203,7 @@ def worker(name: str, who: str, port: int, sizes: dict[str, int]) -> dict[str, A
         cpu.append(1e3 * (time.process_time() - used))
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if case.ranks > 1:
+        dist.barrier()
         dist.destroy_process_group()
     return {"ms": times[WARM:], "cpu_ms": cpu[WARM:], "rss": rss, "loss": loss}
 
@@ -265,35 +269,49 @@ class Side:
         }
 
 
-def compare(name: str, steps: int, tiny: bool = False) -> dict[str, Any]:
-    """Step by step in turn, each side first every other time; medians, minima and ratios."""
+def in_turn(name: str, steps: int, tiny: bool = False) -> dict[str, dict[str, Any]]:
+    """Steps of fresh processes of both sides in turn, each side first every other time."""
     sides = {who: Side(name, who, tiny) for who in ("mfun", "peer")}
     for i in range(steps + WARM):
         for who in ("mfun", "peer") if i % 2 == 0 else ("peer", "mfun"):
             sides[who].turn()
-    found = {who: side.result() for who, side in sides.items()}
-    mine, peers = found["mfun"], found["peer"]
-    ratios = [a / b for a, b in zip(mine["ms"], peers["ms"], strict=True)]
+    return {who: side.result() for who, side in sides.items()}
+
+
+def compare(name: str, rounds: int, steps: int, tiny: bool = False) -> dict[str, Any]:
+    """The ratio of all pairs of neighbouring steps, its median in all and in each round."""
+    found = [in_turn(name, steps, tiny) for _ in range(rounds)]
+    ratios = [
+        [a / b for a, b in zip(row["mfun"]["ms"], row["peer"]["ms"], strict=True)] for row in found
+    ]
+    all_of = {
+        (who, key): [x for row in found for x in row[who][key]]
+        for who in ("mfun", "peer")
+        for key in ("ms", "cpu_ms")
+    }
+    median = {what: statistics.median(values) for what, values in all_of.items()}
     return {
         "case": name,
         "peer": CASES[name].peer,
-        "mfun_ms": statistics.median(mine["ms"]),
-        "peer_ms": statistics.median(peers["ms"]),
-        "min_ratio": min(mine["ms"]) / min(peers["ms"]),
-        "time_ratio": statistics.median(ratios),
-        "cpu_ratio": statistics.median(mine["cpu_ms"]) / statistics.median(peers["cpu_ms"]),
+        "mfun_ms": median["mfun", "ms"],
+        "peer_ms": median["peer", "ms"],
+        "min_ratio": min(all_of["mfun", "ms"]) / min(all_of["peer", "ms"]),
+        "time_ratio": statistics.median(x for row in ratios for x in row),
+        "rounds": sorted(statistics.median(row) for row in ratios),
+        "cpu_ratio": median["mfun", "cpu_ms"] / median["peer", "cpu_ms"],
         "expected": CASES[name].expected,
-        "memory_ratio": mine["rss"] / peers["rss"],
-        "losses": {who: side["loss"] for who, side in found.items()},
+        "memory_ratio": max(x["mfun"]["rss"] for x in found) / max(x["peer"]["rss"] for x in found),
+        "losses": {who: found[-1][who]["loss"] for who in found[-1]},
     }
 
 
 @click.command(help=__doc__)
 @click.option("--cases", default=",".join(CASES), help="Comma-separated.")
-@click.option("--steps", default=20, help="Timed steps of each side.")
+@click.option("--rounds", default=4, help="Fresh processes of both sides, this many times.")
+@click.option("--steps", default=5, help="Timed steps of each side in a round.")
 @click.option("--tiny", is_flag=True, help="Toy sizes, to try the script itself.")
 @click.option("--worker", "worker_", default="", hidden=True)
-def main(cases: str, steps: int, tiny: bool, worker_: str) -> None:
+def main(cases: str, rounds: int, steps: int, tiny: bool, worker_: str) -> None:
     """Command line."""
     if worker_:
         name, who, port, small = worker_.split(":")
@@ -303,11 +321,12 @@ def main(cases: str, steps: int, tiny: bool, worker_: str) -> None:
         return
     held = True
     for name in cases.split(","):
-        row = compare(name, steps, tiny)
+        row = compare(name, rounds, steps, tiny)
         held &= row["time_ratio"] <= row["expected"] and row["memory_ratio"] <= MEMORY
         print(
             f"{name:4} {row['mfun_ms']:8.1f} ms  peer {row['peer_ms']:8.1f} ms  "
-            f"ratio {row['time_ratio']:.3f} (minima {row['min_ratio']:.3f}, expected <= "
+            f"ratio {row['time_ratio']:.3f} (rounds {row['rounds'][0]:.3f} to "
+            f"{row['rounds'][-1]:.3f}, minima {row['min_ratio']:.3f}, expected <= "
             f"{row['expected']:.2f})  cpu {row['cpu_ratio']:.3f}  memory "
             f"{row['memory_ratio']:.3f}  vs {row['peer']}",
             flush=True,
