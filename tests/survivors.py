@@ -8,7 +8,7 @@ from __future__ import annotations
 
 SURVIVORS: dict[str, str] = {
     (
-        "comm/groups.py process_groups.static: group is not None and on_host -> not (group is "
+        "comm/groups.py process_groups.make: group is not None and on_host -> not (group is "
         "not None and on_host)"
     ): "Which road large pieces take between the real processes of one host; values are alike.",
     "comm/kernels.py _shift: return out -> return": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,8 +143,12 @@ def process_groups(
         on_host: large pieces on CPU may go through memory that the ranks of one host share.
     """
 
+    # Made here: a tensor made under a transform of the user's would belong to it.
+    alone = torch.tensor(0)
+    index = {k: torch.tensor(mesh.group_of(rank, *k[0], stages=k[1]).index(rank)) for k in made}
+
     @functools.cache
-    def static(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> dict[str, Any]:
+    def make(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> Axis:
         name, key = group_name(axes, stages), group_key(axes, stages)
         ranks = mesh.group_of(rank, *axes, stages=stages)
         if len(ranks) > 1 and key not in made:
@@ -156,14 +159,9 @@ def process_groups(
         group = made[key] if len(ranks) > 1 else None
         at = ranks.index(rank)
         memory = HostMemory(group, ranks, at) if group is not None and on_host else None
-        return {
-            "name": name, "size": len(ranks), "group": group, "ranks": ranks, "at": at,
-            "memory": memory,
-        }  # fmt: skip
-
-    def make(axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None) -> Axis:
-        known = static(axes, stages)
-        return Axis(index=torch.tensor(known["at"]), **known)
+        return Axis(
+            name, len(ranks), index.get(key, alone), group, ranks=ranks, at=at, memory=memory
+        )
 
     return Groups(mesh, rank, make)
 
