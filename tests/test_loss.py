@@ -213,7 +213,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_logits_never_exist_whole(train: bool) -> None:
-    """Of 32 x 512 logits at most a chunk of 4 x 512 is made, with gaps of 64 where they are pages."""
+    """Of 32 x 512 logits at most a chunk of 4 x 512 is made, in rows with gaps of 64."""
     h = randn(2, 16, 4).requires_grad_(train)
     w = randn(512, 4).requires_grad_(train)
     labels, weights = randint(512, 2, 16), torch.ones(2, 16)
