@@ -11,8 +11,8 @@ DistributedDataParallel), zero1 (the optimizer sharded, against mfun without), z
 sharded, against FSDP2), tp2 (DTensor with loss parallel), pp2 (torch.distributed.pipelining
 Schedule1F1B), and against the same peer zb4 and zb8 (the zero-bubble schedule ZBV with 4 and 8
 microbatches: the first stage has the first two and the last two of 8 blocks, and the head, so it
-does not wait for its first input) and zb8cut (with 8, and the blocks cut 2 + 3 + 2 + 1, because the
-first stage also has the head).
+does not wait for its first input) and zb8cut (ZB-H2 with 8, and the blocks cut 5 + 3, because the
+second stage also has the head).
 
 Run:    python -m research.bench.peers [--cases one,dp2,tp2,pp2] [--rounds 4] [--steps 5]
         (MFUN_BENCH_MALLOC=0: both sides without the allocator setting that `mfun train` makes)
@@ -93,7 +93,7 @@ CASES = {
         8,
         "torch Schedule1F1B",
         0.90,
-        {"parallel.schedule": "zbv", "parallel.layers_per_stage": "2,3,2,1"},
+        {"parallel.schedule": "zb-h2", "parallel.layers_per_stage": "5,3"},
     ),
 }
 
