@@ -275,6 +275,36 @@ def test_the_same_layout_goes_on_to_the_bit(model: str, sharding: str, tmp_path:
     check(layout, layout, model, tmp_path, 5)
 
 
+@pytest.mark.parametrize("sharding", ["no_shard", "optim", "optim_grads_params"])
+def test_going_back_takes_no_new_memory(sharding: str, tmp_path: Path) -> None:
+    """Two steps after a checkpoint its state is back, bitwise, where the later one was."""
+    text = f"parallel.dp=2 parallel.tp=2 parallel.sharding={sharding} train.microbatches=1"
+    config = config_of(text)
+    layout = plan(config)
+    peers = ThreadPeers(layout.mesh.world)
+
+    def main(groups: Any) -> None:
+        world, mine = ProcessWorld(groups), peers.of(int(groups.rank))
+        trainer = Trainer(layout, world)
+        state, first = trainer.init(), tmp_path / "run"
+        saving.save(trainer, state, first, mine)
+        kept = {name: x.clone() for name, x in state_leaves(state).items()}
+        for step in range(2):
+            state, _ = finish(trainer.step(state, rank_batches(config, world.coords, step)))
+        later = state_leaves(state)
+        assert any(not torch.equal(x, kept[name]) for name, x in later.items())
+        at = checkpoint.latest(first)
+        assert at is not None
+        back = saving.load(trainer, at, mine, into=state)
+        found = state_leaves(back)
+        assert back.step == 0 and found.keys() == kept.keys()
+        for name, x in found.items():
+            assert torch.equal(x.to(kept[name].dtype), kept[name]), name
+            assert not x.ndim or x.data_ptr() == later[name].data_ptr(), name
+
+    on_threads(layout.mesh, main, needed_groups(layout.table, layout.mesh))
+
+
 def test_ranks_share_the_writing(tmp_path: Path) -> None:
     """Each element once, and no rank that could write writes nothing."""
     for number, sharding in enumerate(SHARDING):

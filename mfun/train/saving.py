@@ -103,7 +103,13 @@ def save(trainer: Trainer, state: State, folder: Path, peers: Peers) -> Path:
     return checkpoint.save(order(trainer, state, folder, peers), peers.any)
 
 
-def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) -> State:
+def load(
+    trainer: Trainer,
+    folder: Path,
+    peers: Peers,
+    rules: Rules = STRICT,
+    into: State | None = None,
+) -> State:
     """The state of a checkpoint folder, whatever layout saved it; every rank calls this.
 
     Args:
@@ -111,6 +117,8 @@ def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) ->
         folder: of the checkpoint.
         peers: the ranks.
         rules: what may differ; tensors that may be missing and are have their initial values.
+        into: a state of this trainer's whose memory is filled, as to go back to a checkpoint during
+            a run: tensors that may be missing and are stay as they are. New memory if not given.
 
     Raises:
         CheckpointError: naming each tensor that this run's model does not have as the checkpoint
@@ -120,7 +128,7 @@ def load(trainer: Trainer, folder: Path, peers: Peers, rules: Rules = STRICT) ->
     opened = checkpoint.open_checkpoint(folder, _expected(plan), rules)
     if rules == STRICT:
         _check_position(plan, opened)
-    state = trainer.init() if rules.missing else trainer.blank()
+    state = into or (trainer.init() if rules.missing else trainer.blank())
     mine = held(trainer, state)
     read(opened, mine, peers)
     opt = _restored(plan, state.opt, mine, opened.index.scalars, rules)
