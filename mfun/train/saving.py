@@ -9,6 +9,7 @@ checkpoint, cut as the ranks hold them:
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
@@ -197,7 +198,8 @@ def _key(plan: Plan, step: int) -> tuple[int, ...]:
     return rng.key(plan.config.train.seed, "dropout", step).words
 
 
-def _expected(plan: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+@functools.lru_cache(maxsize=1)
+def _expected(plan: Plan) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Every tensor of the whole run, by the names of its parameters."""
     specs = plan.specs
     parallel = attrs.evolve(plan.config.parallel, offload_optimizer=False)  # of no memory at all

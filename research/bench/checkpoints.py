@@ -144,8 +144,7 @@ class Side:
         """Into the state that is there."""
         match self.name:
             case "mfun":
-                found = checkpoint.latest(folder)
-                assert found is not None
+                found = checkpoint.step_folder(folder, self.state.step)
                 return saving.load(self.trainer, found, self.peers, into=self.state)
             case "dcp":
                 from torch.distributed.checkpoint import state_dict_loader
