@@ -26,7 +26,7 @@ from mfun.checkpoint import CheckpointError, Order, Piece, Rules, check_files
 from mfun.checkpoint.pieces import whole
 from mfun.comm.process import ProcessWorld
 from mfun.grads.table import Group
-from mfun.mesh import Mesh
+from mfun.mesh import AxisLike, Mesh
 from mfun.spec import ParamSpec, local_shape, window
 from mfun.train.plan import Plan
 from mfun.train.ranks import Peers
@@ -267,10 +267,18 @@ def _box(known: _Known, name: str, path: str, x: Tensor, turn: int) -> Held:
     """All that this rank holds of a tensor, without padding; its holders write in turn."""
     plan, world, specs, *_ = known
     spec, (axes, stages) = specs[path], plan.table[path].group
-    holders = sorted(world.mesh.group_of(world.rank, *axes, stages=stages))
+    holders = _holders(world.mesh, world.rank, tuple(axes), stages)
     piece = box_of(spec, world.mesh, world.coords)
     kept = x[tuple(slice(0, n) for n in piece.box)]
     return Held(name, piece, kept, holders[turn % len(holders)])
+
+
+@functools.lru_cache(maxsize=64)
+def _holders(
+    mesh: Mesh, rank: int, axes: tuple[AxisLike, ...], stages: tuple[int, ...] | None
+) -> list[int]:
+    """The ranks that hold the same part, of which there are a few kinds for many parameters."""
+    return sorted(mesh.group_of(rank, *axes, stages=stages))
 
 
 def box_of(spec: ParamSpec, mesh: Mesh, coords: Mapping[str, int]) -> Piece:
