@@ -166,7 +166,7 @@ def inputs_leave() -> None:
     state = trainer.init()
     run, layer = trainer.params.program(state.params), layout.stages[0].chunks[0][1]
     batch = rank_batches(layout.config, {"dp": 0, "cp": 0}, 0)[0]
-    flight = Flight(trainer.buffers(state.params), run.paths(), 1, leaves=True)
+    flight = Flight(trainer.buffers(), run.paths(), 1, leaves=True)
     flight.value = {"h": torch.randn(1, 6, 8, dtype=torch.float64)}
     gone: list[bool] = []
     weakref.finalize(flight.value["h"].untyped_storage(), gone.append, True)

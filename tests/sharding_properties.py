@@ -98,13 +98,13 @@ def recorded(layout: Plan, steps: int = 1) -> list[list[Event]]:
         trainer = world.trainer = Trainer(layout, world)
         state = trainer.init()
         trainer.params.stage = attrs.evolve(trainer.stage, chunks=_noting(trainer, world))
-        claim = trainer.buffers(state.params).claim
+        claim = trainer.buffers().claim
 
         def claimed(path: str) -> tuple[Tensor, int]:
             world.events.append(Event("grad", path))
             return claim(path)
 
-        trainer.buffers(state.params).claim = claimed  # type: ignore[method-assign]
+        trainer.buffers().claim = claimed  # type: ignore[method-assign]
         early: list[Event] = []
         for step in range(steps):
             ends = [i for i, event in enumerate(world.events) if event.kind == "grad"]

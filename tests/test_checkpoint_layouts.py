@@ -240,6 +240,12 @@ ZERO3 = "parallel.dp=2 parallel.sharding=optim_grads_params train.microbatches=1
     model=MODELS[0],
     more=5,
 )
+@example(  # the second stage has no layers
+    a="parallel.tp=1 parallel.sharding=optim train.microbatches=1",
+    b="parallel.tp=2 parallel.pp=4 parallel.layers_per_stage=2,0,1,1 train.microbatches=1",
+    model=MODELS[0],
+    more=2,
+)
 @example(  # bugs.md 94
     a="parallel.tp=2 parallel.sequence_parallel=true train.microbatches=1",
     b="parallel.tp=4 train.microbatches=1",

@@ -159,7 +159,7 @@ def overflows(text: str, on: int) -> list[bool]:
 
     def main(groups: Any) -> bool:
         trainer = trainer_of(layout, groups)
-        grads = trainer.buffers(trainer.init().params)
+        grads = trainer.buffers()
         for i, buffer in enumerate(grads.buffers):
             buffer.fill_(8.0)
             grads.shards[i] = buffer[:1] if grads.sharded else buffer

@@ -89,9 +89,9 @@ def test_a_step_sums_its_gradients_so(sharding: str, mean: str) -> None:
         def keep(grads: GradBuffers, bucket: int) -> None:
             given[bucket] = grads.buffers[bucket].clone()
 
-        trainer.buffers(state.params).guard = keep
+        trainer.buffers().guard = keep
         finish(trainer.gradients(state, rank_batches(layout.config, world.coords, 0)))
-        shards = trainer.buffers(state.params).shards
+        shards = trainer.buffers().shards
         return [given[i] for i in sorted(given)], [shards[i].clone() for i in sorted(shards)]
 
     found = on_threads(layout.mesh, main, needed_groups(layout.table, layout.mesh))

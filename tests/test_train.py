@@ -551,7 +551,7 @@ def test_the_activation_formula_is_near_what_is_kept(overrides, text):
     key = rng.key(0, "dropout", 0) if config.model.dropout else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         layers = program.stage.layers
-        flight = Flight(job.trainer.buffers(state.params), program.paths(), len(layers))
+        flight = Flight(job.trainer.buffers(), program.paths(), len(layers))
         for i, layer in enumerate(layers):
             flight.forward(i, program, layer, batch, key)
     assert sum(kept.values()) == pytest.approx(kept_bytes(job.plan, 0), rel=0.25)
@@ -565,7 +565,7 @@ def test_the_estimate_is_exact_for_parameters_and_optimizer(text):
     params = sum(x.nbytes for x in tree.flatten(state.params).values())
     estimate = account(job.plan, 0)
     assert (estimate.params, estimate.opt) == (params, 2 * params)
-    assert estimate.grads == sum(b.nbytes for b in job.trainer.buffers(state.params).buffers)
+    assert estimate.grads == sum(b.nbytes for b in job.trainer.buffers().buffers)
 
 
 # processes

@@ -138,7 +138,7 @@ def measure(plan: Plan, world: World) -> Measured:
         for i in range(count)
     ]
     state, _ = finish(trainer.step(trainer.init(), batches))
-    grads = trainer.buffers(state.params)
+    grads = trainer.buffers()
     flat = trainer.params.flat.buffers if trainer.params.flat else []
     with Live(state.params, state.opt, flat, grads.buffers, grads.shards) as live:
         state, _ = finish(trainer.step(state, batches))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mfun import optim, rng, tree
+from mfun import optim, rng
 from mfun.checkpoint.room import zeros
 from mfun.comm.world import Message, Waits, World
 from mfun.grads import (
@@ -145,7 +145,7 @@ class Trainer:
             return self.fresh(params)
         leaves = self.params.leaves(params)
         opt = self.optimizer.init({name: x.to("meta") for name, x in leaves.items()})
-        device = next(iter(leaves.values())).device
+        device = self._device()
         room = {n: zeros(x.shape, x.dtype, device) for n, x in optim.state_tensors(opt).items()}
         return State(0, params, optim.restore_state(opt, room, optim.state_scalars(opt)))
 
@@ -156,11 +156,14 @@ class Trainer:
         opt = by_shard(self.plan, self.world, state.opt)
         return state._replace(params=self.params.cut(state.params), opt=opt)
 
-    def buffers(self, params: Any) -> GradBuffers:
+    def _device(self) -> torch.device:
+        """Where this stage's tensors are, though a stage without layers has no parameters."""
+        return self.world.build(lambda coords: torch.zeros(())).device
+
+    def buffers(self) -> GradBuffers:
         """Gradient buffers for this stage, made at the first step."""
         if self.grads is None:
-            device = next(iter(tree.flatten(params).values())).device
-            self.grads = self.plan.buffers(self.stage.index, self.world.lead, device)
+            self.grads = self.plan.buffers(self.stage.index, self.world.lead, self._device())
             train = self.plan.config.train
             if train.check_gradients or train.large_gradient:
                 rank = self.plan.mesh.stage_ranks(self.stage.index)[0]
@@ -176,7 +179,7 @@ class Trainer:
             state: where to differentiate.
             batches: this rank's microbatches.
         """
-        config, grads = self.plan.config, self.buffers(state.params)
+        config, grads = self.plan.config, self.buffers()
         scale, tokens = yield from seeds(
             self.world, [count_tokens(b) for b in batches], config.train.loss_norm
         )
