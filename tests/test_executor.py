@@ -51,7 +51,7 @@ def middle(settings: str):
 def test_forward_inputs_and_weights_cost_one_forward_each(model):
     """2 n (products of the blocks' matrices) each, by hand; attention's scores are in F and I."""
     trainer, state, batch, x = middle(f"pp=3 layers=6 global_batch=2 microbatches=1 {model}")
-    run, grads = trainer.params.program(state.params), trainer.buffers(state.params)
+    run, grads = trainer.params.program(state.params), trainer.buffers()
     kv, up = (1 if "kv" in model else 2), (2 if "swiglu" in model else 1)
     matrices = 16 * 16 * 2 + 2 * kv * 8 * 16 + (up + 1) * 64 * 16
     tokens = batch["tokens"].numel()
@@ -256,7 +256,7 @@ def test_reductions_of_the_stream_are_its_own(monkeypatch):
 def test_a_bucket_is_reduced_once_and_when_complete():
     """A second sum, and a gradient after the sum, are errors that name the bucket or the leaf."""
     trainer, state, _, _ = middle("pp=3 layers=3 global_batch=2 microbatches=1")
-    grads = trainer.buffers(state.params)
+    grads = trainer.buffers()
     start_reduce(trainer.world, grads, 0)
     with pytest.raises(RuntimeError, match="bucket 0 is reduced twice"):
         start_reduce(trainer.world, grads, 0)

@@ -166,7 +166,7 @@ def measured(layout: Plan, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(executor, "batches_of", looking)
     trainer = Trainer(layout, mailbox.worlds(layout.mesh, plain=True)[0])
     state = trainer.init()
-    grads = trainer.buffers(state.params)
+    grads = trainer.buffers()
     count = layout.config.train.microbatches
     data = [rank_batches(layout.config, {"dp": 0, "cp": 0}, 0)[i] for i in range(count)]
     for x in (*tree.flatten(state.params).values(), *grads.buffers):

@@ -147,7 +147,7 @@ def identical(rank: int, text: str) -> list[float]:
     state = trainer.init()
     batch = rank_batches(layout.config, {"dp": 0, "cp": 0}, 0)[0]
     seeds = [torch.ones((), dtype=torch.float64)] * 4
-    grads = trainer.buffers(state.params)
+    grads = trainer.buffers()
     stream = layout.streams[trainer.stage.index]
     steps = train_step(
         trainer.params.program(state.params), stream, [batch] * 4, seeds, grads, None
