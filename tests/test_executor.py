@@ -255,7 +255,7 @@ def test_reductions_of_the_stream_are_its_own(monkeypatch):
 
 def test_a_bucket_is_reduced_once_and_when_complete():
     """A second sum, and a gradient after the sum, are errors that name the bucket or the leaf."""
-    trainer, state, _, _ = middle("pp=3 layers=3 global_batch=2 microbatches=1")
+    trainer, *_ = middle("pp=3 layers=3 global_batch=2 microbatches=1")
     grads = trainer.buffers()
     start_reduce(trainer.world, grads, 0)
     with pytest.raises(RuntimeError, match="bucket 0 is reduced twice"):
