@@ -33,7 +33,7 @@ class _Positional(inspect.Signature):
 def signed(forward: Forward) -> Forward:
     """Give a Function's forward its signature, which torch otherwise works out at every `apply`.
 
-    Measured on `ColumnLinear`: 25 microseconds and 12 for binding the arguments, against 3 with it.
+    Measured on `ColumnLinear`: 25 microseconds, and 14 to bind the arguments; with it 2.4 for both.
 
     Example:
         >>> signed(lambda x, axis: x).__signature__

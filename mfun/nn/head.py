@@ -147,7 +147,7 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     """x w^T where nobody differentiates; on CPU its rows are no multiple of a page apart.
 
     Such rows meet in the same few sets of a cache: with 8192 columns and 256 to 2048 tokens the
-    head's three products and its loss took 1.04 to 1.06 times as long (medians of 10).
+    head's three products and its loss took 1.04 to 1.10 times as long (medians of 10).
     """
     if w.is_cuda or len(w) * w.element_size() % 4096:
         return F.linear(x, w)
