@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from mfun import checkpoint
-from mfun.checkpoint import CheckpointError, Disk, Order, Piece, Rules, disk, format
+from mfun.checkpoint import CheckpointError, Disk, Order, Piece, Rules, disk, format, source
 from mfun.checkpoint.disk import BLOCK
 
 
@@ -240,6 +240,33 @@ def test_loaded_tensors_do_not_depend_on_the_file(tmp_path):
     (folder / "rank-00000.safetensors").write_bytes(b"\0" * 4096)
     shutil.rmtree(folder)
     assert all(same_bits(tensors[n], t) for n, t in state(1).items())
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"), [("both", 0), ("first", 1), ("last", 1), ("none", 1), ("no such flag", 1)]
+)
+def test_what_the_system_has_is_not_announced(tmp_path, monkeypatch, answer, told):
+    """Of a tensor, whose ends are asked for without waiting, on systems that can be asked so."""
+    x = torch.arange(5000.0)
+    folder = save(tmp_path, 1, {"w": x})
+    size = (folder / "rank-00000.safetensors").stat().st_size
+    read, advice = os.preadv, []
+
+    def preadv(handle, views, at, flags=0):
+        if not flags:
+            return read(handle, views, at)
+        end = {size - x.nbytes: "first", size - 1: "last"}[at]  # the only tensor ends with the file
+        if answer not in ("both", end):
+            raise BlockingIOError
+        return 1
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
+    if answer == "no such flag":
+        monkeypatch.delattr(os, "RWF_NOWAIT")
+    monkeypatch.setattr(source, "_advise", lambda _, *rest: advice.append(rest))
+    assert torch.equal(load(folder, {"w": x})["w"], x)
+    assert advice == [("RANDOM",), *[("WILLNEED", size - x.nbytes, x.nbytes)] * told]
 
 
 def test_order_of_names_does_not_matter(tmp_path):

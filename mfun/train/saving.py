@@ -55,6 +55,7 @@ class _Known(NamedTuple):
     specs: Mapping[str, ParamSpec]
     buckets: Sequence[flat.Bucket]
     spans: Mapping[str, tuple[int, flat.Span]]
+    boxes: Mapping[str, Piece]
 
 
 def layout(plan: Plan) -> dict[str, Any]:
@@ -240,7 +241,9 @@ def _held(trainer: Trainer, state: State, *, shard_params: bool) -> Iterator[Hel
     """
     plan, world = trainer.plan, _processes(trainer)
     buckets = plan.buckets(world.stage)
-    known = _Known(plan, world, plan.specs, buckets, flat.locate(buckets))
+    specs, spans = plan.specs, flat.locate(buckets)
+    boxes = {path: box_of(specs[path], world.mesh, world.coords) for path in spans}
+    known = _Known(plan, world, specs, buckets, spans, boxes)
     leaves, turns = state_leaves(state), dict[Group, int]()
     shards = {name: match for name in leaves if (match := _SHARD.fullmatch(name))}
     boxes = [name for name in leaves if name not in shards]
@@ -265,10 +268,8 @@ def _some(parts: Iterator[Held]) -> list[Held]:
 
 def _box(known: _Known, name: str, path: str, x: Tensor, turn: int) -> Held:
     """All that this rank holds of a tensor, without padding; its holders write in turn."""
-    plan, world, specs, *_ = known
-    spec, (axes, stages) = specs[path], plan.table[path].group
+    world, piece, (axes, stages) = known.world, known.boxes[path], known.plan.table[path].group
     holders = _holders(world.mesh, world.rank, tuple(axes), stages)
-    piece = box_of(spec, world.mesh, world.coords)
     kept = x[tuple(slice(0, n) for n in piece.box)]
     return Held(name, piece, kept, holders[turn % len(holders)])
 
@@ -330,9 +331,8 @@ def _place(plan: Plan, world: ProcessWorld, path: str) -> tuple[int, int, int]:
 
 def _run(known: _Known, part: flat.Piece) -> Piece:
     """A run of a rank's part of a parameter; rows that pad it at its end are left out."""
-    spec, world = known.specs[part.path], known.world
-    box = box_of(spec, world.mesh, world.coords)
-    if local_shape(spec, world.mesh)[1:] != box.box[1:]:
+    spec, box = known.specs[part.path], known.boxes[part.path]
+    if local_shape(spec, known.world.mesh)[1:] != box.box[1:]:
         raise CheckpointError(f"{part.path} is padded inside, and such shards cannot be saved")
     size = prod(box.box)
     low, high = min(part.offset, size), min(part.end, size)
