@@ -485,9 +485,9 @@ def test_a_tensor_parallel_shard_reads_its_own_bytes(
     expected = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
     asked, read = [], os.preadv
 
-    def counted(handle: int, views: list[memoryview], place: int) -> int:
+    def counted(handle: int, views: list[memoryview], place: int, flags: int = 0) -> int:
         asked.append(sum(map(len, views)))
-        return read(handle, views, place)
+        return read(handle, views, place, flags)
 
     monkeypatch.setattr(os, "preadv", counted)
     file = at / "rank-00000.safetensors"

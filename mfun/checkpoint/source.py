@@ -68,7 +68,9 @@ class Source:
         Raises: CheckpointError if it is another.
         """
         begin = self._begin(name, entry)
-        self._announce(begin, begin + entry.bytes)
+        end = begin + entry.bytes
+        if not (self._at_hand(begin) and self._at_hand(end - 1)):
+            self._announce(begin, end)  # which looks for every page, so not where all are there
         one, view = Hash(), memoryview(bytearray(CHUNK)) if target is None else memory(target)
         for at in range(0, entry.bytes, CHUNK):
             count = min(CHUNK, entry.bytes - at)
@@ -120,13 +122,15 @@ class Source:
             view, at = view[count:], at + count
 
     def _announce(self, low: int, high: int) -> None:
-        """Begin to read these bytes from the disk, beside other work.
+        """Begin to read these bytes from the disk, beside other work."""
+        _advise(self._file.fileno(), "WILLNEED", low, high - low)
 
-        Not if both ends are in memory: the system would look for every page of what lies between.
-        """
-        handle = self._file.fileno()
-        if not (_at_hand(handle, low) and _at_hand(handle, high - 1)):
-            _advise(handle, "WILLNEED", low, high - low)
+    def _at_hand(self, at: int) -> bool:
+        """Whether a byte can be read without waiting for the disk, as far as a system can say."""
+        try:
+            return os.preadv(self._file.fileno(), [bytearray(1)], at, os.RWF_NOWAIT) == 1
+        except (AttributeError, OSError):
+            return False
 
 
 def damaged(path: Path, problem: str) -> CheckpointError:
@@ -140,16 +144,6 @@ def _advise(handle: int, what: str, at: int = 0, count: int = 0) -> None:
     """Tell the system what will be read, where it listens; a wish."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, at, count, getattr(os, f"POSIX_FADV_{what}"))
-
-
-def _at_hand(handle: int, at: int) -> bool:
-    """Whether a byte can be read without waiting for the disk; False where a system cannot say."""
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    try:
-        return os.preadv(handle, [bytearray(1)], at, os.RWF_NOWAIT) == 1
-    except OSError:
-        return False
 
 
 class Inner(NamedTuple):
