@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from inspect import signature
+from inspect import BoundArguments, signature
 from typing import Any, Literal
 from unittest import mock
 
@@ -20,6 +20,7 @@ from mfun.comm import gather, overlap, single_groups
 from mfun.comm.axis import Axis, Scope
 from mfun.comm.exchange import sum_exchanged
 from mfun.comm.p2p import Header
+from mfun.comm.signed import signed
 from mfun.config import Config, ConfigError, OptimConfig, PrecisionConfig, check, override
 from mfun.grads import GradBuffers, normalise
 from mfun.grads.guard import Guard
@@ -390,3 +391,16 @@ def test_v_half_idles_no_longer_for_more_microbatches(stages: int, bubble: int) 
         streams = plan("v-half", stages, microbatches, chunks=2)
         timing = simulate_time(streams, None, SCHEDULES["v-half"].place(sizes))
         assert timing.makespan == 6 * microbatches + bubble
+
+
+def test_arguments_are_bound_as_python_binds_them() -> None:
+    """At once where all are given by position; with defaults, by name and in errors as ever."""
+    bind = signature(signed(lambda x, axis=3: (x, axis))).bind
+    whole, short, named = bind(1, 2), bind(1), bind(1, axis=5)
+    for bound in (whole, short, named):
+        bound.apply_defaults()
+    assert (whole.args, short.args, named.args) == ((1, 2), (1, 3), (1, 5))
+    assert [isinstance(b, BoundArguments) for b in (whole, short, named)] == [False, True, True]
+    for given in ((), (1, 2, 3)):
+        with pytest.raises(TypeError):
+            bind(*given)
