@@ -55,6 +55,7 @@ from tests.properties import Property
 from tests.test_layers import LAYER, names_of
 
 BUDGET, TEST_LIMIT = 5.0, 6.0  # seconds of the tests of a mutant, and of one test
+AGAIN = 3  # times as many where all is imported again: they were measured with coverage
 CASES = 8  # of a test with parameters
 LONGEST = 10.0  # seconds that a mutant may take more than twice what its tests take
 PATIENCE = 5.0  # seconds of further cases for a mutant that survived
@@ -110,6 +111,7 @@ class Runner:
         self.known: dict[str, Any] = json.loads(reach.read_text()) if reach and kept else {}
         self.verdicts: list[Verdict] = []
         self.failed = ""
+        self.end = math.inf
         self.functions: dict[str, list[FunctionType]] = {}
         self.cases: dict[str, list[pytest.Item]] = {}
 
@@ -125,6 +127,15 @@ class Runner:
         if report.failed:
             self.failed = report.nodeid
 
+    def pytest_runtest_protocol(self) -> bool | None:
+        """Past the end, a test is left out."""
+        return True if time.process_time() > self.end else None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Remember a file that cannot be imported, or whose cases have no names."""
+        if report.failed:
+            self.failed = self.failed or f"{report.nodeid} (collected)"
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """First each test, then each mutant."""
@@ -138,7 +149,8 @@ class Runner:
         _say(f"{time.monotonic() - started:5.0f} s  {len(items)} tests measured")
         if self.reach:
             self.reach.write_text(json.dumps(self.known))
-        tests = [_reach(item, *self.known[item.nodeid]) for item in items]
+        start = min(took for took, _ in self.known.values() if took)  # coverage's, alike for all
+        tests = [_reach(item, start, *self.known[item.nodeid]) for item in items]
         chosen = [(one, *reaching(one, tests)) for one in self.chosen]
         jobs = [Job(lambda job=job: self.tried(*job), _limit(job[1])) for job in chosen]
         for index, result in forked(jobs, self.workers):
@@ -183,11 +195,16 @@ class Runner:
             return self.run(first) or self.run(self.others(first), time.process_time() + PATIENCE)
         reload_with(mutant)
         again = Runner((), 1, self.folder)
-        names = list(dict.fromkeys(test.item.nodeid for test in tests))
+        again.end = time.process_time() + LONGEST
+        items = [test.item for test in tests]
+        names = list(dict.fromkeys(item.nodeid for item in [*items, *self.others(items)]))
         base = f"--basetemp={self.folder}/{os.getpid()}"
         plugins = [_Watch(again)]
         code = pytest.main([*OPTIONS, "-x", base, *names], plugins=plugins) if names else 0
-        gone = code == pytest.ExitCode.USAGE_ERROR  # the name of a test has what was changed in it
+        gone = code == pytest.ExitCode.USAGE_ERROR  # the name of a case has what was changed in it
+        if gone and not again.failed and (names := [name for name in names if "[" not in name]):
+            code = pytest.main([*OPTIONS, "-x", base, *names], plugins=plugins)
+            gone = False
         return again.failed or (f"pytest ended with {int(code)}" if code and not gone else "")
 
     def others(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -212,10 +229,12 @@ class _Watch:
     def __init__(self, runner: Runner) -> None:
         self.pytest_sessionstart = runner.pytest_sessionstart
         self.pytest_runtest_logreport = runner.pytest_runtest_logreport
+        self.pytest_collectreport = runner.pytest_collectreport
+        self.pytest_runtest_protocol = runner.pytest_runtest_protocol
 
 
-def _reach(item: pytest.Item, seconds: float, lines: dict[str, list[int]]) -> Reach:
-    return Reach(item, seconds, {file: set(numbers) for file, numbers in lines.items()})
+def _reach(item: pytest.Item, start: float, seconds: float, lines: dict[str, list[int]]) -> Reach:
+    return Reach(item, seconds - start, {file: set(numbers) for file, numbers in lines.items()})
 
 
 def reaching(mutant: Mutant, tests: Sequence[Reach]) -> tuple[list[Reach], bool]:
@@ -233,21 +252,15 @@ def reaching(mutant: Mutant, tests: Sequence[Reach]) -> tuple[list[Reach], bool]
         best.sort(key=lambda test: (_distance(mutant, test), test.seconds))
         near = list(dict.fromkeys(test.item.path for test in best))[:FILES]
         best = [test for test in best if test.item.path in near]
-    so_far = accumulate(test.seconds for test in best)
-    return [t for t, spent in zip(best, so_far, strict=True) if spent < BUDGET], reload
+    so_far, most = accumulate(test.seconds for test in best), BUDGET * (AGAIN if reload else 1)
+    return [t for t, spent in zip(best, so_far, strict=True) if spent < most], reload
 
 
 def _distance(mutant: Mutant, test: Reach) -> int:
-    """A test of the module itself (or of tests/test_details.py), of its package, or of another."""
-    *package, own = Path(mutant.file).with_suffix("").parts
-    named = test.item.path.stem
-    return (
-        0
-        if own in named or "details" in named
-        else 1
-        if any(part in named for part in package)
-        else 2
-    )
+    """How far a test's file is by its name: 0 has all of the module's, 2 nothing of it."""
+    parts, named = Path(mutant.file).with_suffix("").parts, f"_{test.item.path.stem}"
+    has = [f"_{part}" in named for part in parts]
+    return 0 if all(has) else 1 if any(has) or "_details" in named else 2
 
 
 def _limit(tests: Sequence[Reach]) -> float:
