@@ -4,8 +4,8 @@
     python -m tests.mutation_run mesh.py nn/mlp.py  # of some; every mutant of them with --every 1
     make test-full ARGS="-k mutants"                # of all, compared with tests/survivors.py
 
-The first sweep took 17 minutes on two busy cores, beside 20 for measuring 2,200 tests: 362 of 443
-killed, 82 %. Its survivors are judged in tests/survivors.py, or made tests/test_details.py and
+On two cores with nothing beside it, measuring 2,234 tests takes 8 minutes and 452 mutants 4 more:
+426 are killed, 94 %. Survivors are judged in tests/survivors.py, or made tests/test_details.py and
 tests/test_config_values.py. mutmut leaves decorated functions and modules' tables as they are, and
 cosmic-ray starts an interpreter, which imports torch, for each mutant.
 
@@ -54,7 +54,7 @@ from tests.mutation import (
 from tests.properties import Property
 from tests.test_layers import LAYER, names_of
 
-BUDGET, TEST_LIMIT = 5.0, 6.0  # seconds of the tests of a mutant, and of one test
+BUDGET, TEST_LIMIT = 12.0, 6.0  # seconds of the tests of a mutant, and of one test
 AGAIN = 3  # times as many where all is imported again: they were measured with coverage
 CASES = 8  # of a test with parameters
 LONGEST = 10.0  # seconds that a mutant may take more than twice what its tests take
@@ -195,7 +195,7 @@ class Runner:
             return self.run(first) or self.run(self.others(first), time.process_time() + PATIENCE)
         reload_with(mutant)
         again = Runner((), 1, self.folder)
-        again.end = time.process_time() + LONGEST
+        again.end = time.process_time() + PATIENCE + sum(test.seconds for test in tests)
         items = [test.item for test in tests]
         names = list(dict.fromkeys(item.nodeid for item in [*items, *self.others(items)]))
         base = f"--basetemp={self.folder}/{os.getpid()}"
@@ -260,7 +260,7 @@ def _distance(mutant: Mutant, test: Reach) -> int:
     """How far a test's file is by its name: 0 has all of the module's, 2 nothing of it."""
     parts, named = Path(mutant.file).with_suffix("").parts, f"_{test.item.path.stem}"
     has = [f"_{part}" in named for part in parts]
-    return 0 if all(has) else 1 if any(has) or "_details" in named else 2
+    return 0 if all(has) or "_details" in named else 1 if any(has) else 2
 
 
 def _limit(tests: Sequence[Reach]) -> float:
