@@ -107,12 +107,20 @@ class Pool:
         try:
             fine, value = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            process = self._ranks[rank][0]
-            process.join(5)
-            raise RankError(f"rank {rank} died with exit code {process.exitcode}") from None
+            raise self._death(rank) from None
+        if not fine and "Connection" in value:  # to a rank that is no more: its end came first
+            ended = connection.wait([process.sentinel for process, _ in self._ranks], timeout=1.0)
+            for other, (process, _) in enumerate(self._ranks):
+                if process.sentinel in ended:
+                    raise self._death(other)
         if not fine:
             raise RankError(f"rank {rank} raised\n{value}")
         return value
+
+    def _death(self, rank: int) -> RankError:
+        process = self._ranks[rank][0]
+        process.join(5)
+        return RankError(f"rank {rank} died with exit code {process.exitcode}")
 
     def _stacks(self, ranks: list[int]) -> str:
         """Where the late ranks are, written by their own signal handlers."""

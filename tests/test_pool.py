@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import time
@@ -29,10 +31,23 @@ def fail(rank: int, who: int, how: str) -> None:
     if rank == who:
         if how == "raise":
             raise ValueError(f"rank {rank} says no")
-        if how == "die":
+        if how == "leave":  # the others see that it is gone before the parent does
+            for name in os.listdir("/proc/self/fd"):
+                if os.path.exists(f"/proc/self/fd/{name}") and is_internet(int(name)):
+                    os.close(int(name))
+            time.sleep(0.3)
+        if how in ("die", "leave"):
             os._exit(7)
         time.sleep(60)
     dist.barrier()
+
+
+def is_internet(handle: int) -> bool:
+    """Whether an open file is a connection over the network."""
+    if not stat.S_ISSOCK(os.fstat(handle).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(handle)) as one:
+        return one.family == socket.AF_INET
 
 
 def hold(rank: int, folder: str) -> None:
@@ -71,6 +86,7 @@ def test_worlds_of_every_size(pool: Pool) -> None:
     [
         ("raise", "(?s)^rank 1 raised\nTraceback.*, in fail\n.*ValueError: rank 1 says no"),
         ("die", "^rank 1 died with exit code 7"),
+        ("leave", "^rank 1 died with exit code 7"),
         ("hang", r"(?s)no answer in time from ranks \[0, 1, 2\] of 3.*rank 1 is at\n.* in fail"),
     ],
 )
