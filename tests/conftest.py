@@ -42,6 +42,23 @@ def pool() -> Iterator[Pool]:
     ranks.close()
 
 
+@pytest.fixture
+def new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that grows holds NaN: whoever reads it before writing it shows in every number."""
+    import torch
+
+    plain = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        had = self.size()
+        plain(self, size)
+        if size > had:
+            self[had:].fill_(255)  # NaN as float64, float32, bfloat16 and float16
+        return self
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resize)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The score of the planted faults (tests/faults.py), where any were run."""
     caught: dict[str, list[bool]] = {}

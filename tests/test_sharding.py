@@ -25,6 +25,8 @@ from mfun.verify.compare import RankResult, judge
 from mfun.verify.run import in_mailbox, reference_history
 from tests.pairwise import Row, covering
 
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
+
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FIELDS: dict[str, tuple[str, ...]] = {
     "sharding": STRATEGIES,
