@@ -10,6 +10,10 @@ reading (0.3 to 1.1 s for the same state, from one run to the next). It is timed
 all of every side's files in the system's cache, `cold` with nothing of them. Sides take turns, and
 a ratio is the median of those of neighbouring runs.
 
+Bare writing is no library: two ranks write as many bytes as the state has, directly, from one block
+of memory, and sync. Nobody saves this state on this disk in less time. With `--folder /dev/shm` the
+disk is memory, and what is left is everybody's own work.
+
 And how many bytes are read for one tp shard of a checkpoint that was saved whole, its index and
 header included, beside the shard's own bytes: those that the loader asks the system for, and, for
 information, those that the system then reads from the disk. It reads pages of 4 KiB, and half a
@@ -23,6 +27,7 @@ Expect: save, load and cold load at most 0.70 of the time of torch.distributed.c
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -41,6 +46,7 @@ from torch import Tensor
 
 from mfun import checkpoint
 from mfun.checkpoint import Order
+from mfun.checkpoint.disk import BLOCK, DIRECT
 from mfun.comm import ProcessWorld, distribute
 from mfun.config import Config, load, resolve
 from mfun.grads import needed_groups
@@ -53,6 +59,7 @@ from mfun.train.step import State, Trainer
 
 TO_DCP, OF_SAFETENSORS, OF_SHARD = 0.70, 0.80, 1.05
 SIDES = ("mfun", "dcp", "safetensors")
+BARE = "bare"
 WHAT = ("save", "load", "cold")
 Times = dict[str, dict[str, list[float]]]
 
@@ -157,6 +164,17 @@ class Side:
                     self.tensors[name].copy_(x)
 
 
+def write_bare(path: Path, size: int) -> None:
+    """So many bytes of one block, written and synced as directly as a process can."""
+    with mmap.mmap(-1, BLOCK) as block:
+        block.write(os.urandom(BLOCK))
+        handle = os.open(path, os.O_CREAT | os.O_WRONLY | DIRECT, 0o600)
+        for _ in range(size // BLOCK):
+            os.write(handle, block)
+        os.fsync(handle)
+        os.close(handle)
+
+
 def timed(peers: Peers, work: Callable[[], Any]) -> float:
     """Seconds until all ranks are done."""
     peers.barrier()
@@ -174,7 +192,8 @@ def worker(megabytes: int, repeats: int, folder: Path) -> Times:
     torch.set_num_threads(1)
     peers = Peers(Place(rank=dist.get_rank(), world=dist.get_world_size()))
     config = config_of(megabytes, dist.get_world_size())
-    times: Times = {name: {what: [] for what in WHAT} for name in SIDES}
+    times: Times = {name: {what: [] for what in WHAT} for name in SIDES} | {BARE: {"save": []}}
+    half = bytes_of(megabytes) // 2
     sides = {name: Side(name, config, peers) for name in SIDES}
     for turn in range(repeats + 1):
         for name, side in sides.items():
@@ -192,6 +211,10 @@ def worker(megabytes: int, repeats: int, folder: Path) -> Times:
             if peers.first:
                 shutil.rmtree(place)
                 os.sync()
+        path = folder / f"{BARE}-{peers.place.rank}"
+        spent = timed(peers, lambda path=path: write_bare(path, half))
+        times[BARE]["save"].extend([spent] if turn else [])
+        path.unlink()
     peers.barrier()
     dist.destroy_process_group()
     return times
@@ -258,9 +281,9 @@ def launch(megabytes: int, repeats: int, folder: Path) -> Times:
     return json.loads((folder / "times.json").read_text())
 
 
-def ratio(times: Times, what: str, peer: str) -> float:
-    """mfun's time over a peer's, the median of those of the same turn."""
-    pairs = zip(times["mfun"][what], times[peer][what], strict=True)
+def ratio(times: Times, what: str, peer: str, side: str = "mfun") -> float:
+    """A side's time over a peer's, the median of those of the same turn."""
+    pairs = zip(times[side][what], times[peer][what], strict=True)
     return statistics.median(a / b for a, b in pairs)
 
 
@@ -284,11 +307,15 @@ def report(times: Times, size: int, shard: Read) -> bool:
             f"{TO_DCP:.2f}), {speed:.2f} of the speed of safetensors (expected >= "
             f"{OF_SAFETENSORS:.2f})"
         )
-    own, asked, disk = shard
+    print(
+        f"bare writing of as many bytes: {ratio(times, 'save', 'dcp', BARE):.2f} of the time of "
+        f"torch.distributed.checkpoint; a save takes {ratio(times, 'save', BARE):.2f} of it"
+    )
+    own, asked, pages = shard
     held &= asked <= OF_SHARD * own
     print(
         f"one tp shard of {own / 1e6:.1f} MB: {asked / 1e6:.1f} MB read, {asked / own:.3f} of it "
-        f"(expected <= {OF_SHARD:.2f}); in pages from the disk {disk / own:.3f}"
+        f"(expected <= {OF_SHARD:.2f}); in pages from the disk {pages / own:.3f}"
     )
     return held
 
