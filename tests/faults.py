@@ -1074,6 +1074,13 @@ PIPELINE = (
         "one more microbatch is kept",
     ),
     Fault(
+        "a gradient leaves only after the weights' products",
+        edit("schedule.split:sends_first", ("!= stage}", "== stage}")),
+        holds.split_backwards,
+        "that is sent the backward is",
+        "the stage that waits for it begins later",
+    ),
+    Fault(
         "merging loses a lonely backward",
         edit(
             "schedule.split:merge",

@@ -39,10 +39,12 @@ from mfun.schedule import (
     W,
     check,
     merge,
+    sends_first,
     simulate_time,
     split,
 )
 from mfun.schedule import plan as plan_schedule
+from mfun.schedule.streams import Placement
 from mfun.spec import P, ParamSpec
 from mfun.train.feed import Feed
 from mfun.train.plan import plan
@@ -521,6 +523,9 @@ def split_backwards() -> None:
     late = "[F0, F1, I0, F2, I1, W0, F3, I2, W1, I3, W2, W3]"
     if (have := str(list(split(ops, delay=1)))) != late:
         raise Broken(f"split by one is {have}")
+    first = str(list(sends_first([*ops[:2], B(0)], 1, Placement(3))))
+    if first != "[F0, F1, I0, W0]":
+        raise Broken(f"of a gradient that is sent the backward is {first}")
     lonely = [I(0), F(1), W(0), I(2)]
     for apart, whole in ((split(ops), ops), (lonely, lonely)):
         if (have := list(merge(apart))) != whole:

@@ -14,7 +14,7 @@ from mfun.grads import start_reduce
 from mfun.pipeline import executor, mailbox
 from mfun.pipeline.flight import Flight
 from mfun.pipeline.pullback import autograd_layer
-from mfun.schedule import SCHEDULES, ScheduleError, Send, check, dress
+from mfun.schedule import SCHEDULES, I, ScheduleError, Send, check, dress
 from mfun.schedule.ops import Recompute, Reduce, tag_text
 from mfun.schedule.transforms import Extras
 from mfun.train.memory import in_flight
@@ -151,12 +151,15 @@ def test_an_output_does_not_outlive_its_message():
     assert grads["w"] is not None and torch.equal(grads["w"], dx["h"])
 
 
-def test_split_and_whole_backwards_give_the_same_bits():
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_split_and_whole_backwards_give_the_same_bits(name):
     """I and W apart only move the products: every gradient is bitwise that of B."""
     grads = {}
     for split in ("true", "false"):
         settings = f"pp=2 layers=2 microbatches=3 global_batch=3 parallel.split_backward={split}"
-        layout = plan(small(DENSE + settings + " parallel.schedule=zb-h1"))
+        layout = plan(small(DENSE + settings + f" parallel.schedule={name}"))
+        kinds = {type(op) for stream in layout.streams for op in stream}
+        assert (I in kinds) == (split == "true")
         grads[split] = [result.grads for result in in_mailbox(layout, plain=True)]
     for split, whole in zip(grads["true"], grads["false"], strict=True):
         assert all(torch.equal(split[path], whole[path]) for path in whole)

@@ -8,7 +8,23 @@ import pytest
 from extras_cases import dress, dressed, holds, text
 from hypothesis import given
 
-from mfun.schedule import B, F, I, ScheduleError, W, check, plan, split
+from mfun.schedule import (
+    SCHEDULES,
+    B,
+    F,
+    I,
+    ScheduleError,
+    Sizes,
+    W,
+    check,
+    gives,
+    plan,
+    sends_first,
+    simulate_time,
+    split,
+    whole,
+    with_p2p,
+)
 from mfun.schedule.collective_check import check_extras
 from mfun.schedule.gather import with_gather
 from mfun.schedule.layers import bare, expand
@@ -58,6 +74,42 @@ def test_reduce_1f1b():
         Recv(act1>1) F1 B1 Reduce0@1 Reduce1@1 Send(grad1>0)
         Recv(act2>1) F2 B2 Reduce0@2 Reduce1@2 Send(grad2>0)"""
     )
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 4, 9])
+def test_gradients_leave_before_weights_are_computed(p: int, m: int) -> None:
+    """1F1B by hand: the last gradient's way to stage 0 is shorter by p - 1 weights' products.
+
+    Source: own arithmetic; with F = I = W = 1 1F1B takes 3 (m + p - 1), and each of the p - 1
+    stages that the last gradient passes sends it one unit earlier.
+    """
+    row, sizes = SCHEDULES["1f1b"], Sizes(p, m)
+    place = row.place(sizes)
+    streams = [[*sends_first(row.ops(s, sizes), s, place)] for s in range(p)]
+    whole = Counter(type(op) for ops in streams for op in ops)
+    assert whole == Counter({F: p * m, B: m, I: (p - 1) * m, W: (p - 1) * m})
+    sent = check(with_p2p(streams, place), place=place)
+    for ops in sent[1:]:
+        after = [b for a, b in pairwise(ops) if isinstance(a, I)]
+        assert len(after) == m and all(isinstance(op, Send) for op in after)
+    assert simulate_time(sent, place=place).makespan == 3 * (m + p - 1) - (p - 1)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "none"])
+def test_only_what_is_sent_to_another_stage_is_split(name: str) -> None:
+    """In every schedule: a backward that stays whole sends nothing, and none is lost."""
+    row = SCHEDULES[name]
+    sizes = Sizes(3, 6, row.chunks or 2)
+    place = row.place(sizes)
+    for stage in range(3):
+        ops = [*row.ops(stage, sizes)]
+        have = [*sends_first(ops, stage, place)]
+        assert [*whole(have)] == [*whole(ops)]
+        for op in have:
+            if isinstance(op, B):
+                to = gives(op, place.virtual(stage, op.chunk), place)
+                assert to is None or place.stage(to[2]) == stage
 
 
 def test_reduce_of_a_leaf_tied_within_a_stage():

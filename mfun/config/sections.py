@@ -142,7 +142,8 @@ class ParallelConfig:
       microbatch_group: microbatches that go through one chunk before the next (interleaved); 0 is
         ``pp``.
       in_flight: most chunks whose activations a stage keeps (zero-bubble); 0 is the schedule's own.
-      split_backward: weights' gradients apart from inputs' where the schedule says so.
+      split_backward: weights' gradients apart from inputs', which first leave for the stage that
+        waits for them; false computes both together, and keeps fewer outputs' gradients.
       layers_per_stage: blocks of each slice of the model; empty spreads them evenly.
       count_embedding: the embedding counts as a block where they are spread.
       count_loss: the head and loss likewise.

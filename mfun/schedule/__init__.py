@@ -36,7 +36,7 @@ from mfun.schedule.ops import (
 )
 from mfun.schedule.rendezvous import rendezvous
 from mfun.schedule.sizes import Costs, Sizes
-from mfun.schedule.split import merge, split, whole
+from mfun.schedule.split import merge, sends_first, split, whole
 from mfun.schedule.streams import Placement, batches, gives, needs
 from mfun.schedule.svg import to_svg
 from mfun.schedule.table import SCHEDULES, Schedule
@@ -100,6 +100,7 @@ __all__ = [
     "one_f_one_b",
     "plan",
     "rendezvous",
+    "sends_first",
     "simulate_time",
     "split",
     "timeline",

@@ -7,15 +7,18 @@ with each other; messages are inserted afterwards.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import TypeVar
 
 from mfun.schedule.ops import AnyOp, B, Compute, I, W
+from mfun.schedule.streams import Placement, routes
 
 Some = TypeVar("Some", bound=AnyOp)
 
 
-def split(ops: Iterable[Some], delay: int = 0) -> Iterator[Some | I | W]:
+def split(
+    ops: Iterable[Some], delay: int = 0, chunks: Container[int] | None = None
+) -> Iterator[Some | I | W]:
     """Each whole backward as its two parts, the weights' after `delay` more backwards.
 
     The input gradient can be sent before the weights' gradient is computed. A stage keeps up to
@@ -25,6 +28,7 @@ def split(ops: Iterable[Some], delay: int = 0) -> Iterator[Some | I | W]:
     Args:
       ops: one stage's compute ops.
       delay: how many later backwards come first; weights that are left come at the end.
+      chunks: whose backwards are split; None is all.
     Example:
       >>> from mfun.schedule.generators import one_f_one_b
       >>> from mfun.schedule.sizes import Sizes
@@ -37,7 +41,7 @@ def split(ops: Iterable[Some], delay: int = 0) -> Iterator[Some | I | W]:
     """
     later: deque[W] = deque()
     for op in ops:
-        if not isinstance(op, B):
+        if not isinstance(op, B) or (chunks is not None and op.chunk not in chunks):
             yield op
             continue
         yield I(op.mb, op.chunk, op.layer)
@@ -45,6 +49,29 @@ def split(ops: Iterable[Some], delay: int = 0) -> Iterator[Some | I | W]:
         if len(later) > delay:
             yield later.popleft()
     yield from later
+
+
+def sends_first(ops: Iterable[Some], stage: int, place: Placement) -> Iterator[Some | I | W]:
+    """Split the backwards that send a gradient, which then leaves before the weights' is computed.
+
+    The stage that waits for it begins earlier by its sender's `W`. No more microbatches are kept;
+    of one, also the gradients of its layers' outputs until its `W`.
+
+    Args:
+      ops: one stage's compute ops.
+      stage: this stage.
+      place: where virtual stages are.
+    Example:
+      >>> from mfun.schedule.generators import one_f_one_b
+      >>> from mfun.schedule.sizes import Sizes
+      >>> list(sends_first(one_f_one_b(1, Sizes(2, 2)), 1, Placement(2)))
+      [F0, I0, W0, F1, I1, W1]
+      >>> list(sends_first(one_f_one_b(0, Sizes(2, 2)), 0, Placement(2)))
+      [F0, F1, B0, B1]
+    """
+    table = routes(stage, place)
+    sending = {chunk for chunk in range(place.chunks) if table[B, chunk].target != stage}
+    return split(ops, chunks=sending)
 
 
 def merge(ops: Iterable[Some]) -> Iterator[Some | B | I]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,10 +17,11 @@ from mfun.grads import GradBuffers, Reduction, lay_out, reductions
 from mfun.mesh import Mesh
 from mfun.models.gpt import Head, gpt
 from mfun.pipeline.stage import Stage, cut
-from mfun.schedule import Checked, Extras, Op, ScheduleError, dress, whole
+from mfun.schedule import Checked, Extras, Op, ScheduleError, dress, sends_first, whole
 from mfun.schedule import plan as plan_schedule
-from mfun.schedule.ops import AnyOp
-from mfun.schedule.table import Generate
+from mfun.schedule.ops import AnyOp, Compute
+from mfun.schedule.sizes import Sizes
+from mfun.schedule.table import Schedule
 from mfun.spec import DTYPES, ParamSpec
 from mfun.train.extras import apart, bucket_size, extras
 
@@ -226,8 +227,7 @@ def streams(config: Config, microbatches: int = 0, *, forward_only: bool = False
         forward_only: for evaluation.
     """
     row, sizes = cfg.schedule(config)
-    if not config.parallel.split_backward:
-        row = attrs.evolve(row, ops=_unsplit(row.ops))
+    row = _sends_first(row) if config.parallel.split_backward else _unsplit(row)
     return plan_schedule(
         row,
         sizes.stages,
@@ -241,6 +241,16 @@ def streams(config: Config, microbatches: int = 0, *, forward_only: bool = False
 
 
 @cache
-def _unsplit(ops: Generate) -> Generate:
-    """The schedule with whole backwards; one function for one, since plans are kept by it."""
-    return lambda stage, sizes: whole(ops(stage, sizes))
+def _unsplit(row: Schedule) -> Schedule:
+    """The schedule with whole backwards; one for one, since plans are kept by it."""
+    return attrs.evolve(row, ops=lambda stage, sizes: whole(row.ops(stage, sizes)))
+
+
+@cache
+def _sends_first(row: Schedule) -> Schedule:
+    """The schedule with gradients of inputs sent before those of weights are computed."""
+
+    def ops(stage: int, sizes: Sizes) -> Iterator[Compute]:
+        return sends_first(row.ops(stage, sizes), stage, row.place(sizes))
+
+    return attrs.evolve(row, ops=ops)
