@@ -170,7 +170,7 @@ def test_dry_shows_everything_and_makes_nothing(tmp_path):
     assert "group dp: {0,2} {1,3} {4,6} {5,7}" in told
     assert re.search(r"blocks\.0-3\.mlp\.up +\[512, 128\] P\('tp'\) +local \[256, 128\]", told)
     assert re.search(r"head\.weight +sum over dp:2 data \(x1, each rank saw other samples\)", told)
-    assert "stage 0 | F0 F1  . B0 F2 B1 F3 B2  . B3" in told
+    assert "stage 1 |  . F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3" in told
     assert re.search(r"stage 0: .* = parameters .* \+ activations .* \(2 in flight\)", told)
     assert sorted(tmp_path.iterdir()) == before
 
