@@ -16,7 +16,7 @@ from torch.func import grad
 from torch.nn.functional import cross_entropy
 
 from mfun import flat, nn, rng
-from mfun.comm import gather, overlap, single_groups
+from mfun.comm import gather, overlap, process, single_groups
 from mfun.comm.axis import Axis, Scope
 from mfun.comm.exchange import sum_exchanged
 from mfun.comm.p2p import Header
@@ -52,6 +52,7 @@ from mfun.schedule import (
 from mfun.schedule.gather import with_gather
 from mfun.schedule.greedy import soonest
 from mfun.schedule.layers import expand
+from mfun.schedule.ops import Offload, Reload
 from mfun.schedule.streams import Placement
 from mfun.schedule.timeline import timeline
 from mfun.schedule.trace import to_trace
@@ -406,3 +407,28 @@ def test_arguments_are_bound_as_python_binds_them() -> None:
     for given in ((), (1, 2, 3)):
         with pytest.raises(TypeError):
             bind(*given)
+
+
+def test_what_comes_back_is_on_the_device_again() -> None:
+    """Chunk 0 leaves and comes back beside chunk 1: two at most; without coming back it is one."""
+    one = [F(0), Offload(0), F(1), B(1)]
+    assert simulate_time([one]).peak_in_flight == (1,)
+    assert simulate_time([[*one[:3], Reload(0), B(1), B(0)]]).peak_in_flight == (2,)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "backend", "expected"),
+    [(True, "gloo", True), (False, "gloo", False), (True, "nccl", False)],
+)
+def test_memory_of_the_host_is_for_gloo_that_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool, backend: str, expected: bool
+) -> None:
+    """Both must be: other backends do not say when what was written may be read."""
+    here = {"is_initialized": True, "get_world_size": 2, "get_rank": 0, "get_backend": backend}
+    for name, value in here.items():
+        monkeypatch.setattr(process.dist, name, lambda value=value: value)
+    monkeypatch.setattr(process, "make_groups", lambda *args: {})
+    told = []
+    monkeypatch.setattr(process, "process_groups", lambda *args, on_host: told.append(on_host))
+    process.distribute(Mesh(dp=2), on_host=on_host)
+    assert told == [expected]
