@@ -79,10 +79,4 @@ SURVIVORS: dict[str, str] = {
     "schedule/zero_bubble.py _rules_h2: patience=1 -> patience=2": (
         "One rule of a search, of which the best by time is taken, and checked: time, not validity."
     ),
-    (
-        "schedule/zero_bubble.py _rules_interleaved: first + sizes.stages - stage - 1 -> first "
-        "+ sizes.stages - stage - 2"
-    ): (
-        "One rule of a search, of which the best by time is taken, and checked: time, not validity."
-    ),
 }

@@ -432,3 +432,8 @@ def test_memory_of_the_host_is_for_gloo_that_asks_for_it(
     monkeypatch.setattr(process, "process_groups", lambda *args, on_host: told.append(on_host))
     process.distribute(Mesh(dp=2), on_host=on_host)
     assert told == [expected]
+
+
+def test_one_chunk_and_one_microbatch_can_be_interleaved() -> None:
+    """By hand: forward on both stages, back through both, the weights of the first end at 5."""
+    assert simulate_time(plan("zb-interleaved", 2, 1, chunks=1)).makespan == 5
