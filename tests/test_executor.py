@@ -151,12 +151,12 @@ def test_an_output_does_not_outlive_its_message():
     assert grads["w"] is not None and torch.equal(grads["w"], dx["h"])
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "none"])
 def test_split_and_whole_backwards_give_the_same_bits(name):
     """I and W apart only move the products: every gradient is bitwise that of B."""
     grads = {}
     for split in ("true", "false"):
-        settings = f"pp=2 layers=2 microbatches=3 global_batch=3 parallel.split_backward={split}"
+        settings = f"pp=2 layers=4 microbatches=4 global_batch=4 parallel.split_backward={split}"
         layout = plan(small(DENSE + settings + f" parallel.schedule={name}"))
         kinds = {type(op) for stream in layout.streams for op in stream}
         assert (I in kinds) == (split == "true")

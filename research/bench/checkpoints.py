@@ -11,8 +11,8 @@ all of every side's files in the system's cache, `cold` with nothing of them. Si
 a ratio is the median of those of neighbouring runs.
 
 Bare writing is no library: two ranks write as many bytes as the state has, directly, from one block
-of memory, and sync. Nobody saves this state on this disk in less time. With `--folder /dev/shm` the
-disk is memory, and what is left is everybody's own work.
+of memory, and sync: what the disk alone takes of a save. With `--folder /dev/shm` the disk is
+memory, and what is left is everybody's own work.
 
 And how many bytes are read for one tp shard of a checkpoint that was saved whole, its index and
 header included, beside the shard's own bytes: those that the loader asks the system for, and, for
